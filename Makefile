@@ -1,0 +1,37 @@
+# Bare `make` lists the targets; each has its help behind ##.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+BIN := .venv/bin
+
+.PHONY: help setup quickstart test lint format types pytest unit clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
+
+setup: ## Make .venv with everything in it (TORCH=torch==X.Y.Z names another build)
+	@.ci/setup
+
+quickstart: setup ## Encoder + PD + proxy on this machine, one picture asked about (ONESHOT=1: end by itself)
+	@$(BIN)/python examples/quickstart.py $(if $(ONESHOT),--oneshot)
+
+test: setup lint types pytest ## Set up and run everything that CI runs
+
+lint: setup ## Ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup ## Let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup ## mypy
+	$(BIN)/mypy
+
+pytest: setup ## All test suites
+	$(BIN)/python -m pytest
+
+unit: setup ## Only the fast tests of pure decisions
+	$(BIN)/python -m pytest tests/unit
+
+clean: ## Remove the venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

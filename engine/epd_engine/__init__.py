@@ -1,0 +1,1 @@
+"""The inference engine: encoder, prefill and decode roles over one EC store."""

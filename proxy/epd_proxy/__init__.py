@@ -1,0 +1,1 @@
+"""The proxy: one OpenAI-compatible address in front of encoders and language-model instances."""
