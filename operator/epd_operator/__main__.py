@@ -1,0 +1,5 @@
+"""`python -m epd_operator` is `epd`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,140 @@
+"""The resource itself: `EPDDeployment`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from .base import Annotations, FreeObject, Labels, Name, ObjectName, Part, Word
+from .status import Status
+from .store import ECStore, KVTransfer
+from .workload import Proxy, Roles
+
+GROUP = "epd.dev"
+VERSION = "v1alpha1"
+KIND = "EPDDeployment"
+
+
+class TokenSecret(Part):
+    """The key of a Secret that holds a hub token."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    key: Word = "token"
+    """Key in it."""
+
+
+class Model(Part):
+    """The model that is served."""
+
+    source: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    """A path, which begins with `/`, `./` or `../`, or else a hub id such as `Qwen/Qwen2.5-VL-3B-Instruct`.
+    A relative path starts at this document for `epd up`, at the image's working directory in a pod."""
+    revision: Word | None = None
+    """Commit, tag or branch of a hub id."""
+    served_name: Word | None = None
+    """The name that clients ask for; a path's last part, or the hub id, where absent."""
+    cache_claim: ObjectName | None = None
+    """Claim that keeps downloaded models (pods only)."""
+    token_secret: TokenSecret | None = None
+    """Token for the hub (pods only)."""
+
+    @property
+    def is_path(self) -> bool:
+        """Whether `source` is a path rather than a hub id."""
+        return self.source.startswith(("/", "./", "../"))
+
+    @property
+    def name(self) -> str:
+        """The name that clients ask for."""
+        if self.served_name is not None:
+            return self.served_name
+        return self.source.rstrip("/").rpartition("/")[2] if self.is_path else self.source
+
+    @model_validator(mode="after")
+    def _revision_of_a_hub_id(self) -> Self:
+        if self.revision is not None and self.is_path:
+            raise PydanticCustomError("revision", "`revision` has no meaning where `source` is a path")
+        return self
+
+
+class Engine(Part):
+    """What runs the model."""
+
+    type: Literal["native", "vllm"] = "native"
+    """This project's own engine, or vLLM with this project's EC connector."""
+    image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    """Container image; that of this release where absent (pods only)."""
+
+
+class Spec(Part):
+    """What is wanted."""
+
+    model: Model
+    """The model that is served."""
+    engine: Engine = Engine()
+    """What runs the model."""
+    roles: Roles
+    """The roles: an encoder, and `pd`, or `prefill` and `decode`."""
+    ec_store: ECStore = Field(default=ECStore.model_validate({"sharedStorage": {}}))
+    """Where encoder output waits for its readers."""
+    kv_transfer: KVTransfer | None = None
+    """How prefill hands its KV to decode."""
+    proxy: Proxy = Proxy()
+    """The one address that clients talk to."""
+    paused: bool = False
+    """The operator leaves everything as it is."""
+
+    @model_validator(mode="after")
+    def _kv_has_two_ends(self) -> Self:
+        if self.kv_transfer is not None and self.roles.pd is not None:
+            raise PydanticCustomError(
+                "kv", "`kvTransfer` has no meaning with `pd`: it joins `prefill` and `decode`"
+            )
+        return self
+
+
+class Metadata(Part):
+    """The standard metadata of a Kubernetes object."""
+
+    name: Name
+    """Name of the resource; its children are called `<name>-<role>`."""
+    namespace: Name | None = None
+    """Namespace of the resource."""
+    labels: Labels = Field(default={})
+    """Labels of the resource."""
+    annotations: Annotations = Field(default={})
+    """Annotations of the resource."""
+    uid: Word | None = None
+    """Set by the API server."""
+    resource_version: Word | None = None
+    """Set by the API server."""
+    generation: Annotated[int, Field(ge=0)] | None = None
+    """Set by the API server."""
+    creation_timestamp: Word | None = None
+    """Set by the API server."""
+    deletion_timestamp: Word | None = None
+    """Set by the API server."""
+    deletion_grace_period_seconds: Annotated[int, Field(ge=0)] | None = None
+    """Set by the API server."""
+    owner_references: list[FreeObject] = Field(default=[], max_length=64)
+    """Objects that own this one."""
+    finalizers: list[Word] = Field(default=[], max_length=64)
+    """Names that hold back deletion; this project sets none."""
+    managed_fields: list[FreeObject] = Field(default=[], max_length=256)
+    """Set by the API server."""
+
+
+class EPDDeployment(Part):
+    """A multimodal model served by encoders and language-model instances of their own."""
+
+    api_version: Literal["epd.dev/v1alpha1"]
+    """Always epd.dev/v1alpha1."""
+    kind: Literal["EPDDeployment"]
+    """Always EPDDeployment."""
+    metadata: Metadata
+    """The standard metadata of a Kubernetes object."""
+    spec: Spec
+    """What is wanted."""
+    status: Status | None = None
+    """What the operator saw."""

@@ -1,0 +1,249 @@
+"""The `epd` command line."""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .api import DocumentError, EPDDeployment, parse_document
+from .api.base import Name as ObjectLabel
+from .local import commands
+from .local.commands import UpOptions
+from .local.detach import run_detached
+from .local.errors import LocalError
+from .local.plan import LOOPBACK
+from .local.rundir import known_runs
+from .local.state import DeploymentState, Phase
+
+app = typer.Typer(
+    name="epd",
+    help="Serve a multimodal model with encoders and language-model instances of their own (EPD).\n\n"
+    "On this machine: write an EPDDeployment document, check it with [bold]epd validate[/bold], run it with "
+    "[bold]epd up[/bold].",
+    epilog="Example:  epd up -f examples/digits.yaml",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+File = Annotated[
+    Path,
+    typer.Option("--file", "-f", help="The EPDDeployment document (YAML or JSON); - reads standard input."),
+]
+Name = Annotated[
+    str | None, typer.Option("--name", "-n", help="Which deployment, where several run.", show_default=False)
+]
+
+
+def main() -> None:
+    """Runs the command line; what a person can mend ends with exit status 1 and a message."""
+    try:
+        app()
+    except LocalError as error:
+        print(f"epd: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"epd {version('epd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example:  epd validate -f examples/digits.yaml")
+def validate(file: File) -> None:
+    """Check a document: every problem with its line, its field, and what to do."""
+    deployment = _load(file)
+    spec = deployment.spec
+    topology = "encoder + pd" if spec.roles.pd is not None else "encoder + prefill + decode"
+    print(f"{file}: {deployment.metadata.name} is valid ({topology}, model {spec.model.name})")
+
+
+@app.command(
+    epilog="Examples:  epd up -f examples/digits.yaml      epd up -d -f examples/digits.yaml --port 8080"
+)
+def up(
+    file: File,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when all is ready; stop it with `epd down`.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="The proxy's port; 0 finds a free one. Not given: spec.proxy.port (8000).",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address that the proxy binds; 0.0.0.0 lets other machines in.")
+    ] = LOOPBACK,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the EC store, which is kept; one that is removed at the end where not given.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", "-n", help="Another name than the document's metadata.name.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run a deployment as processes on this machine, until Ctrl-C.
+
+    Starts the replicas of each role and a proxy, restarts what dies, and says the one address to talk to.
+    """
+    if sys.platform != "linux":
+        raise LocalError("`epd up` needs Linux: it finds what a killed run left behind by way of /proc")
+    deployment = _load(file)
+    name = _check_name(name) if name else deployment.metadata.name
+    base = Path.cwd() if str(file) == "-" else file.resolve().parent
+    options = UpOptions(host=host, port=port, store=store)
+    if not detach:
+        raise typer.Exit(
+            commands.up(deployment, name, base, options, lambda state: _print_ready(state, "Ctrl-C"))
+        )
+
+    def serve(go_on_in_background: Callable[[Path], None]) -> int:
+        def ready(state: DeploymentState) -> None:
+            _print_ready(state)
+            go_on_in_background(Path(state.directory) / "logs" / f"{commands.SUPERVISOR}.log")
+
+        try:
+            return commands.up(deployment, name, base, options, ready)
+        except LocalError as error:
+            print(f"epd: {error}", file=sys.stderr)
+            return 1
+
+    raise typer.Exit(run_detached(serve))
+
+
+@app.command(epilog="Examples:  epd ps      epd ps --json | jq -r '.[0].address'")
+def ps(
+    name: Name = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of deployments as JSON.")] = False,
+) -> None:
+    """Show what runs: each deployment's address, and its processes."""
+    states = commands.ps(name)
+    if as_json:
+        print(json.dumps([state.as_json() for state in states], indent=2))
+    elif not states:
+        print("nothing is running; start a deployment with `epd up -d -f FILE`")
+    for state in [] if as_json else states:
+        _print_state(state)
+
+
+@app.command(epilog="Examples:  epd logs      epd logs encoder -f      epd logs pd-0 --tail 50")
+def logs(
+    role: Annotated[
+        str | None,
+        typer.Argument(
+            help="encoder, pd, proxy, one process such as encoder-0, or supervisor; all where not given.",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Only the last lines of each log.", show_default=False)
+    ] = None,
+    name: Name = None,
+) -> None:
+    """Print the logs of a role."""
+    try:
+        for line in commands.logs(commands.only_name(name), role, tail, follow):
+            print(line, flush=follow)
+    except KeyboardInterrupt:
+        pass
+
+
+@app.command(epilog="Examples:  epd down      epd down --name digits")
+def down(name: Name = None) -> None:
+    """Stop a deployment that runs in the background (or elsewhere), and remove its files.
+
+    Also cleans up after an `epd up` that was killed.
+    """
+    if name is None and not known_runs():
+        print("nothing is running")
+        return
+    print(commands.down(commands.only_name(name)))
+
+
+def _check_name(name: str) -> str:
+    try:
+        return TypeAdapter(ObjectLabel).validate_python(name)
+    except ValidationError:
+        raise LocalError(
+            f"--name: must be at most 63 lower-case letters, digits and hyphens, got {name!r}"
+        ) from None
+
+
+def _load(file: Path) -> EPDDeployment:
+    """The document in a file. Raises LocalError with every problem in it."""
+    try:
+        return parse_document(sys.stdin.read() if str(file) == "-" else file.read_text())
+    except OSError as error:
+        raise LocalError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise LocalError(f"cannot read {file}: it is no UTF-8 text") from None
+    except DocumentError as error:
+        places = [f"{file}:{one.line}:{one.column}: {one}" for one in error.problems]
+        raise LocalError("the document is not valid\n" + "\n".join(places)) from None
+
+
+def _print_ready(state: DeploymentState, how_to_stop: str = "") -> None:
+    which = f" --name {state.name}" if len(known_runs()) > 1 else ""
+    console = Console()
+    console.print(f"{state.name} is ready", style="bold green", highlight=False)
+    for title, text in (
+        ("address", f"{state.address}/v1  (OpenAI API)"),
+        ("model", state.model),
+        ("logs", f"epd logs encoder -f{which}"),
+        ("stop", how_to_stop or f"epd down{which}"),
+    ):
+        console.print(f"  {title:<8} {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_state(state: DeploymentState) -> None:
+    console = Console()
+    advice = ": `epd up` was killed, `epd down` cleans up" if state.phase is Phase.DEAD else ""
+    console.print(
+        f"{state.name}  {state.phase}{advice}  {state.address}/v1  model {state.model}", highlight=False
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("  PROCESS", "STATE", "PID", "PORT", "RESTARTS", ""):
+        table.add_column(column)
+    for one in state.processes:
+        cells = (
+            f"  {one.name}",
+            str(one.phase),
+            str(one.pid or "-"),
+            str(one.port),
+            str(one.restarts),
+            one.note,
+        )
+        table.add_row(*map(escape, cells))
+    console.print(table, highlight=False, soft_wrap=True)

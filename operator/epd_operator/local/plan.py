@@ -1,0 +1,136 @@
+"""Pure: from a deployment and what this machine offers to the processes to start."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..api import EPDDeployment, Role, Workload, duration_seconds
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan takes from this machine."""
+
+    engine: str
+    """The `epd-engine` executable."""
+    proxy: str
+    """The `epd-proxy` executable."""
+    cores: int
+    """Cores that the processes share."""
+    environment: Mapping[str, str]
+    """The environment that they inherit."""
+    model: str
+    """The model's absolute path or hub id."""
+    store: Path
+    """Directory of the EC store."""
+    host: str
+    """The address that the proxy binds."""
+    proxy_port: int
+    """The port that the proxy binds."""
+    engine_ports: Sequence[int]
+    """Free ports, at least one for each engine."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process. Time limits are in seconds."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    port: int
+    url: str
+    startup_timeout: float
+    drain_timeout: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All processes of one deployment; the proxy is the last."""
+
+    name: str
+    model: str
+    address: str
+    store: Path
+    processes: tuple[ProcessSpec, ...]
+
+
+def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
+    """The processes of a deployment for which `refusals` is empty."""
+    spec = deployment.spec
+    roles = {"encoder": spec.roles.encoder, "pd": spec.roles.pd}
+    instances = [(role, i) for role, settings in roles.items() for i in range(_replicas(settings))]
+    threads = max(1, machine.cores // len(instances))
+    engines = tuple(
+        _engine(deployment, role, index, port, threads, machine)
+        for (role, index), port in zip(instances, machine.engine_ports, strict=False)
+    )
+    proxy = _proxy(deployment, engines, machine)
+    return Plan(name, spec.model.name, proxy.url, machine.store, (*engines, proxy))
+
+
+def engine_count(deployment: EPDDeployment) -> int:
+    """How many engines `epd up` starts."""
+    return _replicas(deployment.spec.roles.encoder) + _replicas(deployment.spec.roles.pd)
+
+
+def _replicas(settings: Role | None) -> int:
+    if settings is None:
+        return 0
+    return 1 if settings.replicas is None else settings.replicas
+
+
+def _engine(
+    deployment: EPDDeployment, role: str, index: int, port: int, threads: int, machine: Machine
+) -> ProcessSpec:
+    model = deployment.spec.model
+    settings = deployment.spec.roles.encoder if role == "encoder" else deployment.spec.roles.pd
+    assert settings is not None
+    transfer = {
+        "ec_connector": "ECSharedStorageConnector",
+        "ec_role": "ec_producer" if role == "encoder" else "ec_consumer",
+        "ec_connector_extra_config": {"shared_storage_path": str(machine.store)},
+    }
+    argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
+    argv += ["--served-model-name", model.name, "--ec-transfer-config", json.dumps(transfer)]
+    if model.revision is not None:
+        argv += ["--revision", model.revision]
+    # Each engine would take all cores for itself, and then they wait for one another.
+    env = {} if "OMP_NUM_THREADS" in machine.environment else {"OMP_NUM_THREADS": str(threads)}
+    return _process(f"{role}-{index}", role, argv, env, LOOPBACK, port, settings)
+
+
+def _proxy(deployment: EPDDeployment, engines: Sequence[ProcessSpec], machine: Machine) -> ProcessSpec:
+    argv = [machine.proxy, "--host", machine.host, "--port", str(machine.proxy_port)]
+    for engine in engines:
+        argv += [f"--{engine.role}", engine.url]
+    # A wildcard is no address to talk to.
+    reached_at = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(machine.host, machine.host)
+    return _process("proxy", "proxy", argv, {}, reached_at, machine.proxy_port, deployment.spec.proxy)
+
+
+def _process(
+    name: str,
+    role: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    host: str,
+    port: int,
+    settings: Workload,
+) -> ProcessSpec:
+    own_env = {variable.name: variable.value or "" for variable in settings.env}
+    return ProcessSpec(
+        name=name,
+        role=role,
+        argv=(*argv, *settings.extra_args),
+        # Logs are read while the process runs, so it must not hold lines back.
+        env={"PYTHONUNBUFFERED": "1", **env, **own_env},
+        port=port,
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        startup_timeout=duration_seconds(settings.startup_timeout),
+        drain_timeout=duration_seconds(settings.drain_timeout),
+    )

@@ -1,0 +1,62 @@
+"""Pure: what a valid deployment asks for that `epd up` cannot do on this machine."""
+
+from collections.abc import Iterator
+
+from ..api import EPDDeployment
+
+
+def refusals(deployment: EPDDeployment, *, own_store: bool) -> list[str]:
+    """Why the deployment cannot run here: field, reason, way out. `own_store`: the user named a directory."""
+    return [*_of_spec(deployment), *_of_store(deployment, own_store), *_of_workloads(deployment)]
+
+
+def notes(deployment: EPDDeployment) -> list[str]:
+    """What is asked for and left undone here, without harm to the answers."""
+    storage = deployment.spec.ec_store.shared_storage
+    return [
+        f"spec.ecStore.sharedStorage.{field}: not enforced by `epd up` yet, the store grows"
+        for field, value in (("capacity", storage and storage.capacity), ("ttl", storage and storage.ttl))
+        if value is not None
+    ]
+
+
+def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
+    spec = deployment.spec
+    if spec.paused:
+        yield "spec.paused: is true, so there is nothing to start; remove it"
+    if spec.engine.type != "native":
+        yield f"spec.engine.type: `epd up` cannot run {spec.engine.type} yet; remove it for the native engine"
+    if spec.roles.pd is None:
+        yield "spec.roles: `epd up` cannot run `prefill` and `decode` yet; use `pd: {}` in their place"
+
+
+def _of_store(deployment: EPDDeployment, own_store: bool) -> Iterator[str]:
+    store = deployment.spec.ec_store
+    if store.shared_memory is not None:
+        yield "spec.ecStore.sharedMemory: `epd up` cannot run it yet; use `sharedStorage: {}`"
+    if store.shared_storage is not None and store.shared_storage.existing_claim is not None and not own_store:
+        yield (
+            "spec.ecStore.sharedStorage.existingClaim: there are no claims on this machine; "
+            "name a directory with --store DIR"
+        )
+
+
+def _of_workloads(deployment: EPDDeployment) -> Iterator[str]:
+    roles = deployment.spec.roles
+    for name, role in (("encoder", roles.encoder), ("pd", roles.pd)):
+        if role is None:
+            continue
+        if role.autoscaling is not None:
+            yield f"spec.roles.{name}.autoscaling: `epd up` does not scale by load; give `replicas` instead"
+        if role.replicas == 0:
+            yield f"spec.roles.{name}.replicas: is 0, and a request needs at least 1"
+    if deployment.spec.proxy.replicas not in (None, 1):
+        yield "spec.proxy.replicas: `epd up` runs one proxy; remove it"
+    workloads = (("roles.encoder", roles.encoder), ("roles.pd", roles.pd), ("proxy", deployment.spec.proxy))
+    for path, workload in workloads:
+        for index, variable in enumerate(workload.env if workload is not None else ()):
+            if variable.value_from is not None:
+                yield (
+                    f"spec.{path}.env[{index}].valueFrom: there is no cluster to take {variable.name} from; "
+                    f"give `value` instead"
+                )
