@@ -1,0 +1,218 @@
+"""The course of one chat completion: body, primers, rewriting, PD, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from epd_proxy import logs
+from epd_proxy.asgi import ClientGone, Receive, Response, Scope, Send, read_body
+from epd_proxy.config import Limits
+from epd_proxy.encoders import PrimerCall
+from epd_proxy.errors import BadRequest, EcMiss, EngineAnswer, ProxyError, Unavailable
+from epd_proxy.http1 import Reply, UpstreamError
+from epd_proxy.jsonbody import Chunks, JsonBody
+from epd_proxy.media import ChatBody, digest, key_text, read_chat, rewrite
+from epd_proxy.metrics import Metrics
+from epd_proxy.pds import Missed, PdCall, Pds
+from epd_proxy.pool import Lease
+from epd_proxy.primers import Key, Primers
+from epd_proxy.sse import EventBuffer
+
+_HASH_IN_THREAD = 256 * 1024
+"""Digests of longer items (bytes) are taken in a thread: 8 MB keep the event loop for some 8 ms."""
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`, as a raw ASGI endpoint."""
+
+    def __init__(self, primers: Primers, pds: Pds, limits: Limits, metrics: Metrics) -> None:
+        self.primers = primers
+        self.pds = pds
+        self.limits = limits
+        self.metrics = metrics
+        self._in_flight = 0
+
+    async def serve(self, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request; every end is an answer, an error body, or an error event in the stream."""
+        course = Course(self, request_id, dict(scope["headers"]), Response(send, request_id))
+        self._in_flight += 1
+        self.metrics.in_flight.inc()
+        try:
+            if self._in_flight > self.limits.max_in_flight:
+                full = ProxyError(429, "too many requests in flight", code="too_many_requests", retry_after=1)
+                await course.response.fail(full)
+            else:
+                await course.run(receive)
+        finally:
+            self._in_flight -= 1
+            self.metrics.in_flight.dec()
+            course.record()
+
+
+class Course:
+    """One request from its head to its last byte."""
+
+    def __init__(
+        self, home: ChatCompletions, request_id: str, headers: dict[bytes, bytes], response: Response
+    ) -> None:
+        self.response = response
+        self._home = home
+        self._limits = home.limits
+        self._id = request_id
+        self._headers = headers
+        self._began = time.perf_counter()
+        self._stage = "proxy"
+        self._client_gone = False
+        self._facts: dict[str, object] = {}
+
+    async def run(self, receive: Receive) -> None:
+        """Serve until the end, or until the client leaves, which cancels the calls made for it alone."""
+        try:
+            raw = await read_body(self._headers, receive, self._limits)
+        except ClientGone:
+            self._client_gone = True
+            return
+        except ProxyError as error:
+            await self.response.fail(error)
+            return
+        serving = asyncio.current_task()
+        assert serving is not None
+        watch = asyncio.get_running_loop().create_task(self._watch(receive, serving))
+        try:
+            await self._answer_or_fail(raw)
+        except asyncio.CancelledError:
+            if not self._client_gone:
+                stopping = ProxyError(503, "the proxy is shutting down", code="shutting_down", retry_after=1)
+                await self.response.fail(stopping)
+                raise
+            serving.uncancel()
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive, serving: asyncio.Task[None]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        serving.cancel()
+
+    async def _answer_or_fail(self, raw: bytes) -> None:
+        try:
+            await self._answer(raw)
+        except ProxyError as error:
+            await self.response.fail(error)
+        except EngineAnswer as answer:
+            await self.response.whole(answer.status, answer.headers, answer.body)
+        except Exception:  # noqa: BLE001 - the last line: a defect of ours still ends in an answer
+            logs.failure("internal_error", request_id=self._id)
+            await self.response.fail(ProxyError(500, "internal error of the proxy", code="internal_error"))
+
+    async def _answer(self, raw: bytes) -> None:
+        try:
+            body = JsonBody(raw)
+        except ValueError as error:
+            raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from None
+        chat = read_chat(body.doc, self._limits.max_items)
+        if chat.items:
+            await self._answer_media(body, chat)
+            return
+        unchanged = not chat.has_uuid
+        chunks: Chunks = [raw] if unchanged else _render(body, rewrite(body.doc, (), ())[0])
+        try:
+            await self._ask_pd(chunks, chat.stream, metadata_only=False)
+        except Missed:
+            raise EcMiss from None
+
+    async def _answer_media(self, body: JsonBody, chat: ChatBody) -> None:
+        self._facts["items"] = len(chat.items)
+        if not self._home.pds.role.pool.ready():
+            raise Unavailable("pd", "is ready")
+        keys = [await _key(key_text(body, item)) for item in chat.items]
+        call = PrimerCall(body, self._id, self._headers.get(b"authorization"))
+        for fresh in (False, True):
+            self._stage = "encoder"
+            began = time.perf_counter()
+            primed = await self._home.primers.prime(call, chat.items, keys, fresh=fresh)
+            self._facts["primer_s"] = _since(began)
+            document, metadata_only = rewrite(body.doc, chat.items, primed)
+            try:
+                await self._ask_pd(_render(body, document), chat.stream, metadata_only)
+                return
+            except Missed:
+                logs.warning("ec_miss", request_id=self._id, again=fresh)
+                if not fresh:
+                    self._home.metrics.reprimes.inc()
+        raise EcMiss
+
+    async def _ask_pd(self, chunks: Chunks, stream: bool, metadata_only: bool) -> None:
+        self._stage = "pd"
+        pds = self._home.pds
+        instance = pds.role.pool.pick()
+        if instance is None:
+            raise Unavailable("pd", "is ready")
+        call = PdCall(chunks, self._id, self._headers.get(b"authorization"), stream, metadata_only)
+        lease = Lease(instance)
+        try:
+            opened = await pds.open(call, lease)
+            with opened.reply as reply:
+                self._facts["ttft_s"] = _since(self._began)
+                self._home.metrics.ttft.observe(time.perf_counter() - self._began)
+                if opened.events is None:
+                    await self.response.whole(reply.status, reply.headers, opened.head)
+                else:
+                    await self.response.start(reply.status, reply.headers)
+                    await self.response.write(opened.head)
+                    await self._relay(reply, opened.events, lease)
+        finally:
+            lease.release()
+
+    async def _relay(self, reply: Reply, events: EventBuffer, lease: Lease) -> None:
+        """Pass the rest of a stream on as it comes; a stream that breaks off ends with an error event."""
+        loop = asyncio.get_running_loop()
+        idle = self._limits.idle
+        role = self._home.pds.role
+        try:
+            async with asyncio.timeout(idle) as limit:
+                while data := await reply.chunk():
+                    if whole := events.feed(data):
+                        await self.response.write(whole)
+                    limit.reschedule(loop.time() + idle)
+                await self.response.end(events.flush())
+        except TimeoutError:
+            failed = role.timed_out(lease.instance, "between two events", idle)
+        except UpstreamError as error:
+            failed = role.broken(lease.instance, error)
+        else:
+            return
+        role.report(lease.instance, failed.kind, str(failed.final), self._id)
+        raise failed.final
+
+    def record(self) -> None:
+        """Count and log the request, once it is over."""
+        status = 499 if self._client_gone else self.response.status
+        self._home.metrics.requests.labels(str(status), self._stage).inc()
+        logs.info(
+            "request",
+            request_id=self._id,
+            status=status,
+            stage=self._stage,
+            total_s=_since(self._began),
+            **self._facts,
+        )
+
+
+async def _key(text: Chunks) -> Key:
+    if sum(map(len, text)) < _HASH_IN_THREAD:
+        return digest(text)
+    return await asyncio.to_thread(digest, text)
+
+
+def _render(body: JsonBody, document: object) -> Chunks:
+    try:
+        return body.render(document)
+    except ValueError as error:
+        raise BadRequest(f"the body cannot be passed on: {error}", code="invalid_json") from None
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 6)

@@ -1,0 +1,137 @@
+"""The `epd-proxy` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+
+import uvicorn
+
+from epd_proxy import logs
+from epd_proxy.app import Proxy
+from epd_proxy.config import Config, Limits, Origin
+
+_DESCRIPTION = """\
+One OpenAI-compatible address in front of encoders and PDs (prefill + decode).
+
+Media items of a chat completion go to the encoders, which put their embeddings into the EC store; the PD
+gets keys and sizes in their place and answers. Requests without media go straight to a PD.
+"""
+_EXAMPLE = """\
+example:
+  epd-engine serve MODEL --port 8001 --ec-transfer-config '{"ec_role": "ec_producer", ...}'
+  epd-engine serve MODEL --port 8002 --ec-transfer-config '{"ec_role": "ec_consumer", ...}'
+  epd-proxy --encoder http://127.0.0.1:8001 --pd http://127.0.0.1:8002
+  curl http://127.0.0.1:8000/ready     # lists the instances and their state
+
+SIGTERM and Ctrl-C stop accepting, finish what is in flight within --drain-timeout, and end.
+"""
+_LIMIT_HELP = {
+    "max_body": "largest request body, in bytes; a larger one gets 413",
+    "max_items": "most media items in one request; more get 400",
+    "max_in_flight": "most chat completions at once; further ones get 429 with Retry-After",
+    "connect": "seconds to connect to an instance before another one is tried",
+    "primer": "seconds for encoding one batch of items, retries included; then 504",
+    "first_token": "seconds until a stream's first event; then 504",
+    "answer": "seconds until an answer that is not streamed; then 504",
+    "idle": "seconds between two pieces of a request body (408) or of a stream (an error event)",
+    "drain": "seconds for requests in flight when the proxy is told to stop",
+}
+_KEEP_ALIVE = 75
+"""Seconds; longer than common clients keep idle connections, so that none is closed under a request."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> Config:
+    """The configuration from a command line; ends the process with a usage message when it is wrong."""
+    parser = argparse.ArgumentParser(
+        "epd-proxy", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=_HelpFormatter
+    )
+    parser.add_argument(
+        "--encoder",
+        action="append",
+        default=[],
+        type=_origin,
+        metavar="URL",
+        help="an encoder; may be repeated",
+    )
+    parser.add_argument(
+        "--pd", action="append", required=True, type=_origin, metavar="URL", help="a PD; may be repeated"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)"
+    )
+    limits = parser.add_argument_group("limits")
+    for field in fields(Limits):
+        counts = isinstance(field.default, int)
+        limits.add_argument(
+            _limit_flag(field.name),
+            dest=field.name,
+            type=_positive_int if counts else _positive,
+            default=field.default,
+            metavar="N" if counts else "S",
+            help=f"{_LIMIT_HELP[field.name]} (%(default)s)",
+        )
+    given = parser.parse_args(arguments)
+    return Config(
+        encoders=_distinct(parser, given.encoder),
+        pds=_distinct(parser, given.pd),
+        host=given.host,
+        port=given.port,
+        log_level=given.log_level,
+        limits=Limits(**{field.name: getattr(given, field.name) for field in fields(Limits)}),
+    )
+
+
+def main() -> None:
+    config = parse()
+    logs.configure(config.log_level)
+    uvicorn.run(
+        Proxy(config),
+        host=config.host,
+        port=config.port,
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=round(config.limits.drain),
+    )
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+
+def _limit_flag(name: str) -> str:
+    flag = {"max_body": "max-body-bytes", "max_items": "max-media-items"}.get(name, name)
+    return "--" + (flag if name.startswith("max_") else f"{flag}-timeout").replace("_", "-")
+
+
+def _origin(text: str) -> Origin:
+    try:
+        return Origin.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(str(int(text))))
+
+
+def _distinct(parser: argparse.ArgumentParser, origins: Sequence[Origin]) -> tuple[Origin, ...]:
+    if len({origin.url for origin in origins}) < len(origins):
+        parser.error("the same URL is given twice for one role")
+    return tuple(origins)

@@ -1,0 +1,61 @@
+"""What the command line sets, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what comes from outside. Times are seconds, sizes bytes.
+
+    `primer` bounds the whole encoding of one batch with its retries. `first_token` runs from the request to
+    a PD until the first event of a stream, `answer` until a whole answer that is not streamed, `idle`
+    between two pieces of a body or stream, in either direction.
+    """
+
+    max_body: int = 64 << 20
+    max_items: int = 32
+    max_in_flight: int = 1024
+    connect: float = 2.0
+    primer: float = 60.0
+    first_token: float = 120.0
+    answer: float = 600.0
+    idle: float = 60.0
+    drain: float = 30.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The address of an instance: `http(s)://host:port`, nothing behind it."""
+
+    url: str
+    host: str
+    port: int
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """Raises ValueError with the reason in words."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8001")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+            raise ValueError(f"{url!r} must be scheme, host and port only, such as http://127.0.0.1:8001")
+        tls = parts.scheme == "https"
+        return cls(
+            f"{parts.scheme}://{parts.netloc}", parts.hostname, parts.port or (443 if tls else 80), tls
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One proxy: the instances of each role, where it listens, and its limits."""
+
+    encoders: tuple[Origin, ...]
+    pds: tuple[Origin, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    log_level: str = "info"
+    limits: Limits = Limits()

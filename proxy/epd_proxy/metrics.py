@@ -1,0 +1,65 @@
+"""Prometheus metrics of one proxy process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """All series, in a registry of their own so that two proxies can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "epd_proxy_requests",
+            "Chat completions by HTTP status (499: the client left) and the stage that decided it",
+            ["status", "stage"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("epd_proxy_in_flight", "Chat completions being served", registry=registry)
+        self.ttft = Histogram(
+            "epd_proxy_ttft_seconds",
+            "From the request's head to the first event (streams) or the answer",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.primers = Counter(
+            "epd_proxy_primers", "Primer calls sent to encoders, retries included", registry=registry
+        )
+        self.primed_items = Counter(
+            "epd_proxy_primed_items", "Media items answered by encoders", registry=registry
+        )
+        self.primer_seconds = Histogram(
+            "epd_proxy_primer_seconds", "One primer call", buckets=_SECONDS, registry=registry
+        )
+        self.primer_wait = Histogram(
+            "epd_proxy_primer_wait_seconds",
+            "What one request with media waits for all its primers",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.shared = Counter(
+            "epd_proxy_single_flight_hits",
+            "Items that joined the primer of another request",
+            registry=registry,
+        )
+        self.recent = Counter(
+            "epd_proxy_recent_hits", "Items encoded a moment ago that skipped the encoder", registry=registry
+        )
+        self.reprimes = Counter(
+            "epd_proxy_reprimes", "Requests encoded again after an encoder cache miss", registry=registry
+        )
+        self.retries = Counter(
+            "epd_proxy_retries", "Calls repeated on another instance", ["role"], registry=registry
+        )
+        self.upstream_errors = Counter(
+            "epd_proxy_upstream_errors",
+            "Failed calls by role and kind of failure",
+            ["role", "kind"],
+            registry=registry,
+        )
+        self.instances_ready = Gauge(
+            "epd_proxy_instances_ready", "Instances that get traffic", ["role"], registry=registry
+        )
