@@ -1,0 +1,1 @@
+"""Pure scheduling: requests, budgets, caches. Nothing here touches a model or a socket."""

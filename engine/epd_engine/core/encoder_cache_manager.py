@@ -1,0 +1,91 @@
+"""The ledger of the encoder cache: which outputs are resident, and who still needs them.
+
+The tensors live with the runner, by the same mm_hash; this side decides, and tells the runner through the
+step's list of freed hashes. An entry nobody references stays until room is needed (lazy, least recently
+released first), so that a repeated picture costs nothing.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from epd_engine.core.request import Request
+
+
+@dataclass
+class _Entry:
+    num_embeds: int
+    # One reference per occurrence: a picture twice in one request is two.
+    references: set[tuple[str, int]] = field(default_factory=set)
+
+
+class EncoderCacheManager:
+    """Capacity and sizes are in embeddings."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._entries: dict[str, _Entry] = {}
+        self._freeable: OrderedDict[str, None] = OrderedDict()
+        self._used = 0
+        self._freed: list[str] = []
+
+    @property
+    def num_used(self) -> int:
+        """Embeddings resident, freeable ones included."""
+        return self._used
+
+    @property
+    def num_referenced(self) -> int:
+        return sum(e.num_embeds for e in self._entries.values() if e.references)
+
+    def reference_if_cached(self, request: Request, index: int) -> bool:
+        """Takes a reference for this occurrence where the item is resident."""
+        entry = self._entries.get(request.media[index].mm_hash)
+        if entry is None:
+            return False
+        self._freeable.pop(request.media[index].mm_hash, None)
+        entry.references.add((request.request_id, index))
+        return True
+
+    def allocate(self, request: Request, index: int) -> bool:
+        """Makes the item resident with one reference, evicting what nobody references. All or nothing."""
+        item = request.media[index]
+        assert item.mm_hash not in self._entries, "resident items are referenced, not allocated"
+        freeable = sum(self._entries[key].num_embeds for key in self._freeable)
+        if item.num_embeds > self.capacity - self._used + freeable:
+            return False
+        while item.num_embeds > self.capacity - self._used:
+            key, _ = self._freeable.popitem(last=False)
+            self._forget(key)
+        self._entries[item.mm_hash] = _Entry(item.num_embeds, {(request.request_id, index)})
+        self._used += item.num_embeds
+        return True
+
+    def release(self, request: Request, index: int) -> None:
+        """Gives one occurrence's reference back; harmless if there is none."""
+        key = request.media[index].mm_hash
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.references.discard((request.request_id, index))
+        if not entry.references and key not in self._freeable:
+            self._freeable[key] = None
+
+    def release_all(self, request: Request) -> None:
+        for index in range(len(request.media)):
+            self.release(request, index)
+
+    def drop(self, mm_hash: str) -> None:
+        """Forgets an item whose tensor never came, references and all."""
+        if mm_hash in self._entries:
+            self._freeable.pop(mm_hash, None)
+            self._forget(mm_hash)
+
+    def take_freed(self) -> list[str]:
+        """Hashes evicted since the last call. The runner frees them before it loads or encodes, so an
+        item that was evicted and has come back within one step is made anew (vllm#52482)."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _forget(self, key: str) -> None:
+        self._used -= self._entries.pop(key).num_embeds
+        self._freed.append(key)

@@ -1,0 +1,70 @@
+"""What passes between scheduler, runner and server in one step: schedule -> execute -> update."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd_engine.core.request import FinishReason, Request, RequestError
+from epd_engine.ec_transfer.base import ECConnectorMetadata, ECConnectorOutput
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `[start, start + length)` of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last known token, so that a new one can be sampled."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's plan. Media are named as (request, item index)."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    scheduled_encoder_inputs: list[tuple[Request, int]] = field(default_factory=list)
+    external_load_encoder_input: list[tuple[Request, int]] = field(default_factory=list)
+    # Resident already, but the store lacks them: a producer publishes them again.
+    republish_encoder_input: list[tuple[Request, int]] = field(default_factory=list)
+    freed_encoder_hashes: list[str] = field(default_factory=list)
+    # Requests of an encode-only instance that end when this step's saves have succeeded.
+    encode_requests: list[Request] = field(default_factory=list)
+    ec_connector_metadata: ECConnectorMetadata | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.chunks or self.encode_requests or self.scheduled_encoder_inputs)
+
+
+@dataclass
+class ModelRunnerOutput:
+    """What a step did. `skipped` are requests whose media were missing, so that nothing was computed."""
+
+    sampled: dict[str, int] = field(default_factory=dict)
+    skipped: set[str] = field(default_factory=set)
+    encode_errors: dict[str, str] = field(default_factory=dict)
+    ec_output: ECConnectorOutput = field(default_factory=ECConnectorOutput)
+
+
+@dataclass(frozen=True)
+class RequestUpdate:
+    """News of one request for the server: new tokens, an end, or an error."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    ec_transfer_params: Mapping[str, Any] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

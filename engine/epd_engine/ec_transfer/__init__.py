@@ -1,0 +1,1 @@
+"""Moving encoder outputs between instances: configuration, connector contract, connectors."""

@@ -1,0 +1,206 @@
+"""Putting an instance together: checkpoint, family, connector, scheduler and runner for its role."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epd_engine.config import EngineConfig
+from epd_engine.core.encode_scheduler import EncodeScheduler
+from epd_engine.core.encoder_cache_manager import EncoderCacheManager
+from epd_engine.core.kv_blocks import BlockPool
+from epd_engine.core.media_planner import MediaPlanner
+from epd_engine.core.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
+from epd_engine.core.request import Request, RequestError
+from epd_engine.core.sampling import SamplingParams
+from epd_engine.core.scheduler import Scheduler, SchedulerInterface, SchedulerLimits
+from epd_engine.ec_transfer.base import ECConnectorBase, ECConnectorRole, ECModelIdentity
+from epd_engine.ec_transfer.factory import ECConnectorFactory
+from epd_engine.models.base import ModelFamily
+from epd_engine.models.checkpoint import Checkpoint, CheckpointError
+from epd_engine.models.fingerprint import model_fingerprint
+from epd_engine.models.registry import family_of
+from epd_engine.worker.model_runner import ModelRunner
+from epd_engine.worker.paged_attention import KVCache
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class StepStats:
+    """Totals since start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    ec_hits: int = 0
+    ec_loads: int = 0
+    ec_load_failures: int = 0
+    ec_saves: int = 0
+    ec_save_failures: int = 0
+
+
+class Engine:
+    """One instance's synchronous core: `add`, `abort`, `step`. Not thread-safe; the loop owns it."""
+
+    def __init__(self, config: EngineConfig):
+        """Loads the weights of this role. Raises `CheckpointError` or `ECConfigError`."""
+        self.config = config
+        checkpoint = Checkpoint.find(config.model, config.revision)
+        family_class = family_of(checkpoint)
+        self.family: ModelFamily = family_class(
+            checkpoint, _dtype(config, checkpoint), torch.device(config.device)
+        )
+        self.fingerprint = model_fingerprint(checkpoint, self.family.tower_prefixes)
+        self.max_model_len = self._model_len()
+        scheduler_side, worker_side = self._connectors()
+        if config.has_tower:
+            self.family.load_tower()
+        if not config.is_encode_only:
+            self.family.load_language()
+        self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
+        planner = MediaPlanner(
+            self.encoder_cache,
+            scheduler_side,
+            max_encoder_embeds=config.max_encoder_embeds,
+            can_compute=config.has_tower,
+        )
+        self.pool = BlockPool(0 if config.is_encode_only else self._num_blocks(), config.block_size)
+        self.scheduler: SchedulerInterface = (
+            EncodeScheduler(planner)
+            if config.is_encode_only
+            else Scheduler(
+                SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len),
+                self.pool,
+                planner,
+            )
+        )
+        self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), config.block_size)
+        self._connector = worker_side
+        self.stats = StepStats()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.num_running + self.scheduler.num_waiting > 0
+
+    def add(self, request: Request) -> None:
+        """Raises `RequestError` when the request could never be served or the queue is full."""
+        if self.scheduler.num_waiting >= self.config.max_waiting:
+            raise RequestError(429, "queue_full", f"{self.config.max_waiting} requests are waiting already")
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        self.runner.forget(request_id)
+
+    def step(self) -> list[RequestUpdate]:
+        """One `schedule -> execute -> update`. A step that fails ends its own requests and no others."""
+        step = self.scheduler.schedule()
+        try:
+            output = ModelRunnerOutput() if step.is_empty else self.runner.execute(step)
+        except Exception:  # whatever a kernel or a model raises must not end the other requests
+            log.exception("a step failed; its requests are ended")
+            error = RequestError(500, "internal_error", "the engine failed on this request; see its log")
+            updates = self.scheduler.fail_step(step, error)
+        else:
+            updates = self.scheduler.update(step, output)
+            self._count(step, output)
+        for update in updates:
+            if update.is_last:
+                self.runner.forget(update.request_id)
+        return updates
+
+    def smoke(self) -> None:
+        """Runs one item or one token through the whole path that this role serves, outside the store."""
+        if self.config.has_tower:
+            from PIL import Image
+
+            blank = self.family.process_image(Image.new("RGB", (64, 64)), {})
+            self.family.encode([blank.features])
+        if not self.config.is_encode_only:
+            positions, delta = self.family.positions(1, [])
+            self.add(Request("smoke", [0], positions, delta, [], SamplingParams(max_tokens=1, temperature=0)))
+            while self.has_work:
+                for update in self.step():
+                    if update.error is not None:
+                        raise update.error
+
+    def describe(self) -> dict[str, Any]:
+        """What an operator wants to see in the log once."""
+        return {
+            "role": self.config.ec_transfer.ec_role if self.config.ec_transfer else "aggregated",
+            "model_fingerprint": self.fingerprint,
+            "dtype": str(self.family.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for m in self.family.modules() for p in m.parameters()),
+            "max_model_len": self.max_model_len,
+            "kv_cache_tokens": self.pool.num_blocks * self.pool.block_size,
+        }
+
+    def shutdown(self) -> None:
+        if self._connector is not None:
+            self._connector.shutdown()
+
+    def _connectors(self) -> tuple[ECConnectorBase | None, ECConnectorBase | None]:
+        if self.config.ec_transfer is None:
+            return None, None
+        identity = ECModelIdentity(self.fingerprint, self.family.embed_width, self.family.dtype)
+        return (
+            ECConnectorFactory.create_connector(self.config.ec_transfer, ECConnectorRole.SCHEDULER, identity),
+            ECConnectorFactory.create_connector(self.config.ec_transfer, ECConnectorRole.WORKER, identity),
+        )
+
+    def _model_len(self) -> int:
+        wanted, able = self.config.max_model_len, self.family.max_model_len
+        if wanted is not None and wanted > able:
+            raise CheckpointError(f"--max-model-len {wanted} exceeds what the model was made for ({able})")
+        return wanted or able
+
+    def _num_blocks(self) -> int:
+        tokens = self.config.kv_cache_tokens or 4 * self.max_model_len
+        if tokens < self.max_model_len:
+            raise CheckpointError(
+                f"--kv-cache-tokens {tokens} is less than one request may need (max model length "
+                f"{self.max_model_len}); raise it or lower --max-model-len"
+            )
+        return -(-tokens // self.config.block_size)
+
+    def _kv_cache(self) -> KVCache | None:
+        if self.config.is_encode_only:
+            return None
+        shape = self.family.kv_shape
+        return KVCache(
+            num_layers=shape.num_layers,
+            num_slots=self.pool.num_blocks * self.pool.block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.family.dtype,
+            device=self.family.device,
+        )
+
+    def _count(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        stats, ec = self.stats, output.ec_output
+        stats.steps += 1
+        stats.generated_tokens += len(output.sampled)
+        stats.prompt_tokens += sum(
+            max(0, min(c.end, c.request.num_prompt_tokens) - c.start)
+            for c in step.chunks
+            if c.request.request_id not in output.skipped
+        )
+        stats.ec_hits += len(step.external_load_encoder_input)
+        stats.ec_loads += len(ec.finished_recving)
+        stats.ec_load_failures += len(ec.failed_recving)
+        stats.ec_saves += len(ec.finished_sending)
+        stats.ec_save_failures += len(ec.failed_sending)
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The flag's dtype, or with "auto" the checkpoint's own."""
+    name: str = config.dtype
+    if name == "auto":
+        assert checkpoint.config is not None
+        said = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+        name = said if said in DTYPES else "float32"
+    return DTYPES[name]

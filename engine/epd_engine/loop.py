@@ -1,0 +1,153 @@
+"""The engine's thread: the server hands requests in and gets news out, and never waits for a step."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from epd_engine.core.output import RequestUpdate
+from epd_engine.core.request import FinishReason, Request, RequestError
+from epd_engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0  # how often an idle loop shows that it lives
+
+
+class EngineLoop:
+    """Runs an `Engine` in a thread of its own. Public methods are for the event loop's thread."""
+
+    def __init__(self, make_engine: Callable[[], Engine]):
+        """`make_engine` loads the weights; it is called in the loop's thread."""
+        self._make_engine = make_engine
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._outboxes: dict[str, asyncio.Queue[RequestUpdate]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._ready = asyncio.Event()
+        self._heartbeat = time.monotonic()
+        self.engine: Engine | None = None
+        self.failure: BaseException | None = None
+
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Starts loading; `on_failure` is called in the event loop when the thread ends by an error."""
+        self._asyncio = asyncio.get_running_loop()
+        self._on_failure = on_failure
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set() and self.failure is None
+
+    async def wait_ready(self) -> Engine:
+        """The engine once its weights are in and a smoke run has passed."""
+        await self._ready.wait()
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def is_alive(self) -> bool:
+        """The thread runs; while loading or in a long step its heartbeat may be old."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the loop last came round."""
+        return time.monotonic() - self._heartbeat
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._outboxes)
+
+    async def updates(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
+        """News of `request` until its end. Closing the iterator early aborts the request."""
+        outbox: asyncio.Queue[RequestUpdate] = asyncio.Queue()
+        self._outboxes[request.request_id] = outbox
+        self._inbox.put(lambda engine: self._add(engine, request))
+        finished = False
+        try:
+            while not finished:
+                update = await outbox.get()
+                finished = update.is_last
+                yield update
+        finally:
+            del self._outboxes[request.request_id]
+            if not finished:
+                self._inbox.put(lambda engine: engine.abort(request.request_id))
+
+    def abort(self, request_id: str) -> None:
+        """Frees a request whose client has gone; its `updates` end with an abort."""
+        if outbox := self._outboxes.get(request_id):
+            self._inbox.put(lambda engine: engine.abort(request_id))
+            outbox.put_nowait(RequestUpdate(request_id, finish_reason=FinishReason.ABORT))
+
+    async def stop(self) -> None:
+        """Ends the thread after its current step; unfinished requests get an error."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine()
+            engine.smoke()
+            self.engine = engine
+            self._call(self._ready.set)
+            self._serve(engine)
+            engine.shutdown()
+        except BaseException as error:  # noqa: BLE001 - reported to the server, which ends the process
+            self.failure = error
+            self._call(self._on_failure)
+        finally:
+            self._call(self._fail_all)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            self._heartbeat = time.monotonic()
+            if not self._take_inbox(engine):
+                return
+            if engine.has_work:
+                self._publish(engine.step())
+
+    def _take_inbox(self, engine: Engine) -> bool:
+        """Runs what has come in, waiting for it only when there is nothing else to do. False: stop."""
+        try:
+            command = self._inbox.get(block=not engine.has_work, timeout=IDLE_SECONDS)
+            while command is not None:
+                command(engine)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _add(self, engine: Engine, request: Request) -> None:
+        try:
+            engine.add(request)
+        except RequestError as error:
+            self._publish([RequestUpdate(request.request_id, error=error)])
+
+    def _publish(self, updates: list[RequestUpdate]) -> None:
+        if updates:
+            self._call(self._deliver, updates)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._asyncio is not None
+        try:
+            self._asyncio.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.info("the event loop has ended before the engine")
+
+    # Back in the event loop's thread
+
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            if outbox := self._outboxes.get(update.request_id):
+                outbox.put_nowait(update)
+
+    def _fail_all(self) -> None:
+        error = RequestError(503, "shutting_down", "the instance is shutting down; try another")
+        for request_id in self._outboxes:
+            self._deliver([RequestUpdate(request_id, error=error)])

@@ -1,0 +1,1 @@
+"""Model families: what differs between them, and nothing else."""

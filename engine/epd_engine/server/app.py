@@ -1,0 +1,173 @@
+"""Routes, and what surrounds every request: its id, its limits, its log line."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from epd_engine.config import EngineConfig
+from epd_engine.core.request import RequestError
+from epd_engine.loop import EngineLoop
+from epd_engine.server.chat import ChatHandler
+from epd_engine.server.errors import error_response, invalid_request
+from epd_engine.server.metrics import ServerMetrics
+from epd_engine.server.prompt import PromptBuilder
+from epd_engine.server.protocol import ChatCompletionRequest
+from epd_engine.server.text import ChatTokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+STALLED_SECONDS = 300.0  # a step that takes longer than this is taken for a hang
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Service:
+    """One instance: the loop, and once its weights are in, the chat handler."""
+
+    def __init__(self, config: EngineConfig, loop: EngineLoop):
+        self._config, self.loop = config, loop
+        self.metrics = ServerMetrics()
+        self._chat: ChatHandler | None = None
+        self._builder: PromptBuilder | None = None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self._config.served_model_names or (self._config.model,)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._chat is not None and self.loop.is_ready
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.loop.is_alive and (not self.loop.is_ready or self.loop.heartbeat_age < STALLED_SECONDS)
+
+    async def complete(self, http: Request, request_id: str, arrival: float) -> Response:
+        """Raises `RequestError`."""
+        if self._chat is None or not self.is_ready:
+            raise RequestError(503, "not_ready", "the model is being loaded")
+        raw = await _read_body(http)
+        try:
+            body = ChatCompletionRequest.model_validate_json(raw)
+        except ValidationError as error:
+            raise invalid_request(error) from error
+        if body.model not in self.model_names:
+            names = ", ".join(self.model_names)
+            raise RequestError(
+                404, "model_not_found", f"the model {body.model!r} is not served; served: {names}", "model"
+            )
+        limit = self._config.max_waiting + self._config.max_num_seqs
+        if self.loop.num_requests >= limit:
+            raise RequestError(429, "queue_full", f"{limit} requests are in flight already")
+        # Two clients may send the same id; inside, an id is one request's own.
+        return await self._chat.serve(http, body, f"{request_id}-{secrets.token_hex(4)}", arrival)
+
+    async def run(self, on_failure: Callable[[], None]) -> None:
+        """Starts loading and returns once requests can be served."""
+        self.loop.start(on_failure)
+        engine = await self.loop.wait_ready()
+        tokenizer = await asyncio.to_thread(ChatTokenizer, engine.family.checkpoint)
+        self._builder = PromptBuilder(engine, tokenizer, self.metrics)
+        self._chat = ChatHandler(self.loop, tokenizer, self._builder, self.metrics)
+        self.metrics.attach(engine)
+        log.info("ready", extra=engine.describe())
+
+    async def stop(self) -> None:
+        await self.loop.stop()
+        if self._builder is not None:
+            self._builder.shutdown()
+
+
+def create_app(service: Service, on_failure: Callable[[], None]) -> FastAPI:
+    """The HTTP application; `on_failure` is called when the engine's thread ends by an error."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.create_task(service.run(on_failure))
+        yield
+        starting.cancel()
+        await service.stop()
+
+    app = FastAPI(title="epd-engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        return await _observed(service, http)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        created = int(time.time())
+        data = [
+            {"id": n, "object": "model", "created": created, "owned_by": "epd"} for n in service.model_names
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy = service.is_healthy
+        return JSONResponse({"status": "ok" if healthy else "stalled"}, 200 if healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = service.is_ready
+        return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> Response:
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        return error_response(RequestError(error.status_code, "invalid_request", message))
+
+    return app
+
+
+async def _observed(service: Service, http: Request) -> Response:
+    """Runs one chat request and gives it its id, its error body, its metric and its log line."""
+    arrival = time.monotonic()
+    given = http.headers.get("x-request-id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    code = "ok"
+    try:
+        response = await service.complete(http, request_id, arrival)
+    except ClientDisconnect:
+        response, code = Response(status_code=499), "client_gone"
+    except RequestError as error:
+        response, code = error_response(error), error.code
+    except Exception:  # the caller gets an answer whatever happens; the log gets the reason
+        log.exception("a request failed", extra={"request_id": request_id})
+        code = "internal_error"
+        response = error_response(RequestError(500, code, "the server failed on this request; see its log"))
+    response.headers["x-request-id"] = request_id
+    service.metrics.requests.labels(str(response.status_code), code).inc()
+    log.info(
+        "chat request",
+        extra={
+            "request_id": request_id,
+            "status": response.status_code,
+            "code": code,
+            "seconds": round(time.monotonic() - arrival, 4),
+        },
+    )
+    return response
+
+
+async def _read_body(http: Request) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(413, "body_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes")
+    return bytes(body)

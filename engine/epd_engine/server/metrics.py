@@ -1,0 +1,83 @@
+"""Prometheus metrics of one instance, prefix `epd_engine_`."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from epd_engine.engine import Engine
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class ServerMetrics:
+    """What the server observes itself; `attach` adds the engine's own numbers."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "epd_engine_requests",
+            "Chat requests by HTTP status and error code",
+            ["status", "code"],
+            registry=self.registry,
+        )
+        self.media_decoded = Counter(
+            "epd_engine_media_decoded", "Media items decoded", ["modality"], registry=self.registry
+        )
+        self.time_to_first_token = Histogram(
+            "epd_engine_time_to_first_token_seconds",
+            "From the request's arrival to its first token, or to the end of encoding",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.inter_token = Histogram(
+            "epd_engine_inter_token_seconds",
+            "Between two tokens of one request",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def attach(self, engine: Engine) -> None:
+        self.registry.register(_EngineCollector(engine))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's totals at scrape time, so that a step never waits for a metric."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, stats = self._engine, self._engine.stats
+        parameters = sum(p.numel() for m in engine.family.modules() for p in m.parameters())
+        for name, text, value in (
+            ("requests_running", "Requests that hold a place in the batch", engine.scheduler.num_running),
+            ("requests_waiting", "Requests that wait for one", engine.scheduler.num_waiting),
+            ("kv_cache_usage_ratio", "KV blocks in use, 0 to 1", engine.pool.usage),
+            ("encoder_cache_embeddings", "Embeddings resident", engine.encoder_cache.num_used),
+            (
+                "encoder_cache_referenced_embeddings",
+                "Embeddings that a request still needs",
+                engine.encoder_cache.num_referenced,
+            ),
+            ("model_parameters", "Parameters loaded for this role", parameters),
+        ):
+            yield GaugeMetricFamily(f"epd_engine_{name}", text, value)
+        encoder = engine.runner.encoder
+        for name, text, value in (
+            ("steps", "Steps executed", stats.steps),
+            ("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
+            ("generated_tokens", "Tokens sampled", stats.generated_tokens),
+            ("encoder_items", "Media items that went through the tower", encoder.items_encoded),
+            ("encoder_embeddings", "Embeddings made by the tower", encoder.embeds_encoded),
+            ("ec_external_hits", "Items planned to be loaded from the EC store", stats.ec_hits),
+            ("ec_loads", "Items loaded from the EC store", stats.ec_loads),
+            ("ec_load_failures", "Items that failed to load", stats.ec_load_failures),
+            ("ec_saves", "Items published in the EC store", stats.ec_saves),
+            ("ec_save_failures", "Items that could not be published", stats.ec_save_failures),
+        ):
+            yield CounterMetricFamily(f"epd_engine_{name}", text, value)

@@ -1,0 +1,184 @@
+"""From a chat request to what the engine runs: tokens, media items, positions, sampling."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from epd_engine.config import EngineConfig
+from epd_engine.core.request import MediaItem, Request, RequestError
+from epd_engine.core.sampling import SamplingParams
+from epd_engine.ec_store.keys import mm_hash
+from epd_engine.engine import Engine
+from epd_engine.models.base import MediaRefused
+from epd_engine.server.media import decode_image, image_content, read_source, refuse
+from epd_engine.server.metrics import ServerMetrics
+from epd_engine.server.protocol import (
+    AudioEmbedsPart,
+    AudioUrlPart,
+    ChatCompletionRequest,
+    EmbedsPart,
+    ImageUrlPart,
+    InputAudioPart,
+    RawMediaPart,
+    TextPart,
+    VideoEmbedsPart,
+    VideoUrlPart,
+)
+from epd_engine.server.text import ChatTokenizer
+
+T = TypeVar("T")
+MediaPart = RawMediaPart | EmbedsPart
+
+
+class PromptBuilder:
+    """Prepares requests off the event loop, in a bounded pool of threads."""
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, metrics: ServerMetrics):
+        self._config: EngineConfig = engine.config
+        self._engine, self._family = engine, engine.family
+        self._tokenizer, self._metrics = tokenizer, metrics
+        self._pool = ThreadPoolExecutor(engine.config.media.workers, "media")
+
+    async def build(self, body: ChatCompletionRequest, request_id: str) -> Request:
+        """Raises `RequestError` in the caller's terms."""
+        parts = [
+            (f"messages[{m}].content[{p}]", part)
+            for m, message in enumerate(body.messages)
+            if not isinstance(message.content, str)
+            for p, part in enumerate(message.content)
+            if not isinstance(part, TextPart)
+        ]
+        self._check_counts(parts)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._item(part, param, body)) for param, part in parts]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one bad item is enough to refuse the request
+        media = [task.result() for task in tasks]
+        if self._config.is_encode_only:
+            return self._encode_request(body, request_id, media)
+        return await self._in_pool(self._chat_request, body, request_id, media)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode_request(
+        self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem]
+    ) -> Request:
+        if not media:
+            raise RequestError(
+                400, "no_media", "this instance only encodes media, and the request has none", "messages"
+            )
+        if body.stream:
+            raise RequestError(
+                400, "invalid_value", "this instance only encodes: nothing to stream", "stream"
+            )
+        positions, delta = self._family.positions(0, [])
+        return Request(request_id, [], positions, delta, media, SamplingParams(max_tokens=1))
+
+    def _chat_request(self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem]) -> Request:
+        tokens = self._tokenizer.encode_chat(body.messages)
+        tokens, media = self._expand(tokens, media)
+        limit = self._engine.max_model_len
+        wanted = body.output_limit
+        if len(tokens) + (wanted or 1) > limit:
+            raise RequestError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {len(tokens)} tokens and {wanted or 1} more are asked for, "
+                f"but the model's context is {limit}",
+                "messages",
+            )
+        positions, delta = self._family.positions(len(tokens), media)
+        sampling = self._tokenizer.sampling(body, wanted or limit - len(tokens))
+        return Request(request_id, tokens, positions, delta, media, sampling, self._tokenizer.eos_token_ids)
+
+    def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
+        """Repeats each placeholder once per embedding and notes where each item begins."""
+        placeholders = {self._family.placeholder_token(m) for m in self._family.modalities}
+        if sum(token in placeholders for token in tokens) != len(media):
+            raise RequestError(
+                400, "invalid_value", "the text holds the model's own placeholder for media", "messages"
+            )
+        expanded: list[int] = []
+        placed: list[MediaItem] = []
+        for token in tokens:
+            if token in placeholders:
+                item = media[len(placed)]
+                placed.append(replace(item, offset=len(expanded)))
+                expanded += [token] * item.num_embeds
+            else:
+                expanded.append(token)
+        return expanded, placed
+
+    def _check_counts(self, parts: list[tuple[str, MediaPart]]) -> None:
+        counts: dict[str, int] = {}
+        for param, part in parts:
+            modality = modality_of(part)
+            if modality not in self._family.modalities:
+                raise RequestError(
+                    400, "unsupported_modality", f"{param}: this model takes no {modality}", param
+                )
+            counts[modality] = counts.get(modality, 0) + 1
+            if counts[modality] > self._config.media.limit(modality):
+                limit = self._config.media.limit(modality)
+                message = f"at most {limit} {modality} items are taken per request (--limit-mm-per-prompt)"
+                raise RequestError(400, "too_many_media", message, param)
+
+    async def _item(self, part: MediaPart, param: str, body: ChatCompletionRequest) -> MediaItem:
+        if not isinstance(part, ImageUrlPart):
+            assert not isinstance(part, RawMediaPart), "the family's modalities were checked"
+            return self._stored_item(part, param)
+        if not self._config.has_tower:
+            raise RequestError(
+                400,
+                "no_encoder",
+                f"{param}: this instance has no encoder; send what an encoder reported (image_embeds), "
+                "or start it with --ec-miss compute",
+                param,
+            )
+        data = await read_source(part.image_url.url, self._config.media, f"{param}.image_url.url")
+        return await self._in_pool(self._raw_image, data, f"{param}.image_url.url", body)
+
+    def _raw_image(self, data: bytes, param: str, body: ChatCompletionRequest) -> MediaItem:
+        self._metrics.media_decoded.labels("image").inc()
+        image: Image.Image = decode_image(data, self._config.media, param)
+        options = body.mm_processor_kwargs or {}
+        try:
+            processed = self._family.process_image(image, options)
+            key = mm_hash(
+                fingerprint=self._engine.fingerprint,
+                modality="image",
+                options=options,
+                content=image_content(image),
+                salt=body.cache_salt or "",
+            )
+        except (MediaRefused, ValueError) as error:
+            raise refuse(str(error), param) from error
+        return MediaItem("image", key, processed.num_embeds, processed.metadata, features=processed.features)
+
+    def _stored_item(self, part: EmbedsPart, param: str) -> MediaItem:
+        modality = modality_of(part)
+        metadata = getattr(part, part.type)
+        if self._config.ec_transfer is None or not self._config.ec_transfer.is_consumer:
+            raise RequestError(
+                400, "no_ec_store", f"{param}: this instance reads no EC store; send the media itself", param
+            )
+        try:
+            num_embeds = self._family.num_embeds(modality, metadata)
+        except MediaRefused as error:
+            raise refuse(str(error), f"{param}.{part.type}") from error
+        return MediaItem(modality, part.uuid, num_embeds, metadata)
+
+    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+def modality_of(part: MediaPart) -> str:
+    if isinstance(part, AudioUrlPart | InputAudioPart | AudioEmbedsPart):
+        return "audio"
+    return "video" if isinstance(part, VideoUrlPart | VideoEmbedsPart) else "image"

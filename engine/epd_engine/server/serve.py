@@ -1,0 +1,48 @@
+"""Runs one instance until it is told to stop."""
+
+import logging
+
+import uvicorn
+
+from epd_engine import logs
+from epd_engine.config import EngineConfig
+from epd_engine.ec_transfer.config import ECConfigError
+from epd_engine.engine import Engine
+from epd_engine.loop import EngineLoop
+from epd_engine.models.checkpoint import CheckpointError
+from epd_engine.server.app import Service, create_app
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 30
+DRAIN_SECONDS = 30
+
+
+def serve(config: EngineConfig, host: str, port: int, log_level: str) -> int:
+    """Listens at once, loads the weights meanwhile, ends by SIGTERM or SIGINT; returns the exit status."""
+    logs.configure(log_level)
+    loop = EngineLoop(lambda: Engine(config))
+    service = Service(config, loop)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(service, stop),
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
+    )
+    server.run()
+    if loop.failure is None:
+        return 0
+    if isinstance(loop.failure, CheckpointError | ECConfigError):
+        log.error("%s", loop.failure)
+    else:
+        log.error("the engine ended by an error", exc_info=loop.failure)
+    return 1

@@ -1,0 +1,1 @@
+"""Executing a step: encoder, language model over paged KV, sampling."""

@@ -1,0 +1,102 @@
+"""Executes one step's plan: load, encode, publish; the language model over packed tokens; sample."""
+
+from collections.abc import Sequence
+
+import torch
+
+from epd_engine.core.output import Chunk, ModelRunnerOutput, SchedulerOutput
+from epd_engine.core.request import Request
+from epd_engine.ec_transfer.base import ECConnectorBase
+from epd_engine.models.base import ModelFamily
+from epd_engine.worker.ec_step import ec_step
+from epd_engine.worker.encoder_runner import EncoderRunner
+from epd_engine.worker.paged_attention import KVCache, PackedBatch, PackedSequence, slots_of
+from epd_engine.worker.sampler import Sampler
+
+
+class ModelRunner:
+    """The worker: owns the encoder cache's tensors and the KV tensors, and decides nothing.
+
+    `kv_cache` is None on an encode-only instance.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        connector: ECConnectorBase | None,
+        kv_cache: KVCache | None,
+        block_size: int,
+    ):
+        self._family, self._connector = family, connector
+        self._kv_cache, self._block_size = kv_cache, block_size
+        self.encoder_cache: dict[str, torch.Tensor] = {}
+        self.encoder = EncoderRunner(family, self.encoder_cache)
+        self._sampler = Sampler()
+        if connector is not None:
+            connector.register_caches(self.encoder_cache, family.device)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = ModelRunnerOutput()
+        for key in step.freed_encoder_hashes:
+            self.encoder_cache.pop(key, None)
+        with ec_step(self._connector, step.ec_connector_metadata, self.encoder_cache) as output.ec_output:
+            output.encode_errors = self.encoder.run(
+                [request.media[index] for request, index in step.scheduled_encoder_inputs]
+            )
+            if self._connector is not None:
+                for request, index in step.scheduled_encoder_inputs + step.republish_encoder_input:
+                    key = request.media[index].mm_hash
+                    if key in self.encoder_cache:
+                        self._connector.save_caches(self.encoder_cache, key)
+            chunks = [c for c in step.chunks if self._has_media(c, output)]
+            if chunks:
+                self._run_language_model(chunks, output)
+        return output
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._sampler.forget(request_id)
+
+    def _has_media(self, chunk: Chunk, output: ModelRunnerOutput) -> bool:
+        request = chunk.request
+        if all(
+            request.media[i].mm_hash in self.encoder_cache for i in request.media_in(chunk.start, chunk.end)
+        ):
+            return True
+        output.skipped.add(request.request_id)
+        return False
+
+    def _run_language_model(self, chunks: Sequence[Chunk], output: ModelRunnerOutput) -> None:
+        embeds = torch.cat([self._chunk_embeds(chunk) for chunk in chunks])
+        positions = torch.cat([c.request.position_ids(c.start, c.end) for c in chunks], dim=1)
+        hidden = self._family.forward(embeds, positions.to(self._family.device), batch=self._pack(chunks))
+        ends = torch.tensor([c.length for c in chunks]).cumsum(0) - 1
+        sampling = [(c.request, int(end)) for c, end in zip(chunks, ends, strict=True) if c.samples]
+        if not sampling:
+            return
+        logits = self._family.logits(hidden[[end for _, end in sampling]])
+        for (request, _), row in zip(sampling, logits, strict=True):
+            output.sampled[request.request_id] = self._sampler.sample(request, row)
+
+    def _chunk_embeds(self, chunk: Chunk) -> torch.Tensor:
+        """Embeddings `[length, width]`: the tokens' own, and encoder outputs over the placeholders."""
+        request: Request = chunk.request
+        tokens = torch.tensor(request.tokens(chunk.start, chunk.end), device=self._family.device)
+        embeds = self._family.embed(tokens)
+        for index in request.media_in(chunk.start, chunk.end):
+            item = request.media[index]
+            begin, end = max(chunk.start, item.offset), min(chunk.end, item.end)
+            rows = self.encoder_cache[item.mm_hash][begin - item.offset : end - item.offset]
+            embeds[begin - chunk.start : end - chunk.start] = rows.to(embeds.dtype)
+        return embeds
+
+    def _pack(self, chunks: Sequence[Chunk]) -> PackedBatch:
+        assert self._kv_cache is not None, "an instance with a language model has a KV cache"
+        sequences, writes, begin = [], [], 0
+        for chunk in chunks:
+            slots = slots_of(chunk.request.block_ids, self._block_size, chunk.end, self._family.device)
+            sequences.append(PackedSequence(begin, begin + chunk.length, slots))
+            writes.append(slots[chunk.start :])
+            begin += chunk.length
+        return PackedBatch(self._kv_cache, sequences, torch.cat(writes))
