@@ -1,0 +1,69 @@
+"""The command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from epd_proxy.cli import parse
+from epd_proxy.config import Limits, Origin
+
+PD = ["--pd", "http://127.0.0.1:8002"]
+
+
+def test_instances_keep_their_order_and_limits_their_defaults():
+    config = parse(["--encoder", "http://b:1/", "--encoder", "https://a", *PD])
+    assert [(o.url, o.host, o.port, o.tls) for o in config.encoders] == [
+        ("http://b:1", "b", 1, False),
+        ("https://a", "a", 443, True),
+    ]
+    assert config.pds == (Origin.parse("http://127.0.0.1:8002"),)
+    assert config.limits == Limits()
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+
+
+def test_every_limit_has_a_flag():
+    flags = {
+        "max_body": "--max-body-bytes",
+        "max_items": "--max-media-items",
+        "max_in_flight": "--max-in-flight",
+        "connect": "--connect-timeout",
+        "primer": "--primer-timeout",
+        "first_token": "--first-token-timeout",
+        "answer": "--answer-timeout",
+        "idle": "--idle-timeout",
+        "drain": "--drain-timeout",
+    }
+    arguments = [word for n, flag in enumerate(flags.values(), 1) for word in (flag, str(n))]
+    limits = parse([*PD, *arguments]).limits
+    assert [getattr(limits, name) for name in flags] == list(range(1, 10))
+    assert set(flags) == {field.name for field in fields(Limits)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--pd"),
+        (["--pd", "127.0.0.1:8002"], "is no URL such as http://"),
+        (["--pd", "http://h:1/v1"], "scheme, host and port only"),
+        (["--pd", "http://h:99999"], "ort"),
+        ([*PD, *PD], "given twice"),
+        ([*PD, "--max-in-flight", "0"], "not positive"),
+        ([*PD, "--idle-timeout", "inf"], "not positive"),
+        ([*PD, "--idle-timeout", "x"], "--idle-timeout"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(arguments)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert "epd-proxy --encoder http://127.0.0.1:8001 --pd http://127.0.0.1:8002" in text
+    assert "--max-in-flight" in text
