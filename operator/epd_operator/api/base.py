@@ -22,6 +22,7 @@ class Part(BaseModel):
         strict=True,
         frozen=True,
         use_attribute_docstrings=True,
+        defer_build=True,
     )
 
 

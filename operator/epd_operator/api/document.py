@@ -67,12 +67,12 @@ def parse_document(text: str) -> EPDDeployment:
 
 def _parse_yaml(text: str) -> tuple[yaml.Node, Any]:
     """The root node, which knows the lines, and the value made of it."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         nodes = []
         while loader.check_node():
             nodes.append(loader.get_node())
-        found = [node for node in nodes if node is not None]
+        found = [node for node in nodes if node is not None and node.tag != "tag:yaml.org,2002:null"]
         if len(found) != 1:
             words = f"holds {len(found)} documents; one {KIND} is wanted" if found else "is empty"
             raise DocumentError([Problem("", f"the document {words}", 1, 1)])
@@ -82,9 +82,9 @@ def _parse_yaml(text: str) -> tuple[yaml.Node, Any]:
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         raise DocumentError([Problem("", f"not valid YAML: {error.problem}", line, column)]) from None
     except yaml.reader.ReaderError as error:
-        raise DocumentError([Problem("", f"not valid YAML: {error.reason}", 1, 1)]) from None
-    finally:
-        loader.dispose()
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise DocumentError([Problem("", f"not valid YAML: {error.reason}", line, column)]) from None
 
 
 def _problem(root: yaml.Node, location: Location, words: str) -> Problem:

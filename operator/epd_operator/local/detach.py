@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from .orphans import die_with, outlive_parent
+
 _READY = b"r"
 
 
@@ -17,8 +19,11 @@ def run_detached(serve: Callable[[Callable[[Path], None]], int]) -> int:
     output to a file. Signals that come before go to the child, whose cleaning up is waited for.
     """
     read_end, write_end = os.pipe()
+    # Until it is ready the child has no life of its own, even if this process is killed.
+    tie = die_with(os.getpid(), signal.SIGTERM)
     child = os.fork()
     if child == 0:
+        tie()
         os.close(read_end)
         os._exit(_serve_as_daemon(serve, write_end))
     os.close(write_end)
@@ -48,6 +53,7 @@ def _serve_as_daemon(serve: Callable[[Callable[[Path], None]], int], write_end: 
             for descriptor in descriptors:
                 os.dup2(opened, descriptor)
             os.close(opened)
+        outlive_parent()
         os.write(write_end, _READY)
         os.close(write_end)
 

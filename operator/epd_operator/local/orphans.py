@@ -17,15 +17,20 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """For a child to call before exec: the kernel kills it when `parent`, a process id, dies."""
+def die_with(parent: int, how: signal.Signals) -> Callable[[], None]:
+    """For a child to call: the kernel sends it the signal `how` when `parent`, a process id, dies."""
 
     def prepare() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, how)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
     return prepare
+
+
+def outlive_parent() -> None:
+    """Undoes `die_with`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def marked_processes(directory: Path) -> list[int]:

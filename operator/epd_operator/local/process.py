@@ -109,7 +109,7 @@ class ManagedProcess:
                 env=self._environment,
                 # Ctrl-C on the terminal is for the supervisor, which stops the processes in order.
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid(), signal.SIGKILL),
             )
         except OSError as error:
             raise StartupFailed(self.spec.name, f"{self.spec.argv[0]}: {error.strerror}", []) from None

@@ -1,105 +1,11 @@
-"""`epd` run like a user would, in a state directory of its own, on real or stand-in engines."""
+"""`epd` in a state directory of its own, on real or stand-in engines."""
 
-import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-
-REPOSITORY = Path(__file__).parents[3]
-STANDINS = Path(__file__).parent / "standins"
-PATIENCE_S = 60.0
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of a condition."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"never came true: {what}")
-
-
-@dataclass
-class Epd:
-    """The command, and what it leaves behind."""
-
-    python: Path
-    home: Path
-    """All state directories of the test lie in here."""
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "XDG_STATE_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-
-    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs to the end."""
-        command = [self.python, "-m", "epd_operator", *arguments]
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """Runs in the foreground while the test goes on."""
-        command = [self.python, "-m", "epd_operator", *arguments]
-        process = subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.started.append(process)
-        return process
-
-    def ps(self) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = json.loads(self.run("ps", "--json").stdout)
-        return states
-
-    def state(self) -> dict[str, Any]:
-        """What the supervisor last wrote down; empty where it has not yet."""
-        files = list(self.home.glob("epd/*/state.json"))
-        try:
-            state: dict[str, Any] = json.loads(files[0].read_text()) if files else {}
-        except FileNotFoundError:
-            return {}
-        return state
-
-    def until_ready(self) -> dict[str, Any]:
-        """Waits for the deployment and for each of its processes."""
-
-        def all_ready() -> dict[str, Any] | None:
-            state = self.state()
-            phases = {process["phase"] for process in state.get("processes", ())}
-            return state if state.get("phase") == "ready" and phases == {"ready"} else None
-
-        ready: dict[str, Any] = until(all_ready, "all processes ready")
-        return ready
-
-    def processes(self) -> list[psutil.Process]:
-        """All that runs on behalf of this test, the supervisor included."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != os.getpid() and process.environ().get("XDG_STATE_HOME") == str(self.home):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
-
-    def files(self) -> list[Path]:
-        return list(self.home.rglob("*"))
-
-    def assert_nothing_left(self) -> None:
-        assert self.processes() == []
-        assert self.files() == []
+from tests.integration.local.epd_runner import Epd, environment_with_standins, with_clean_end
 
 
 @pytest.fixture
@@ -112,32 +18,10 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def real_epd(home: Path) -> Iterator[Epd]:
     """`epd` beside the real engine and proxy."""
-    yield from _with_clean_end(Epd(Path(sys.executable), home))
+    yield from with_clean_end(Epd(Path(sys.executable), home))
 
 
 @pytest.fixture
 def epd(home: Path, tmp_path: Path) -> Iterator[Epd]:
     """`epd` in an environment whose engine and proxy are the stand-ins."""
-    yield from _with_clean_end(Epd(_environment_with_standins(tmp_path / "venv"), home))
-
-
-def _with_clean_end(epd: Epd) -> Iterator[Epd]:
-    yield epd
-    for process in epd.processes():
-        process.send_signal(signal.SIGKILL)
-    for started in epd.started:
-        started.communicate()
-
-
-def _environment_with_standins(path: Path) -> Path:
-    """A virtual environment that shares everything with the running one but the two commands."""
-    (path / "bin").mkdir(parents=True)
-    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", path)
-    (path / "lib").symlink_to(Path(sys.prefix) / "lib")
-    python = path / "bin" / "python"
-    python.symlink_to(Path(sys.executable).resolve())
-    for name in ("engine", "proxy"):
-        command = path / "bin" / f"epd-{name}"
-        command.write_text(f"#!{python}\n{(STANDINS / f'{name}.py').read_text()}")
-        command.chmod(0o755)
-    return python
+    yield from with_clean_end(Epd(environment_with_standins(tmp_path / "venv"), home))

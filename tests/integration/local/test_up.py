@@ -1,0 +1,308 @@
+"""`epd up` and its companions on real processes: stand-ins that fail in the ways wanted."""
+
+import json
+import os
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from tests.integration.local.epd_runner import REPOSITORY, Epd, until
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> "Document":
+    (tmp_path / "model").mkdir()
+    return Document(tmp_path / "digits.yaml")
+
+
+class Document:
+    """An EPDDeployment file; a role's fields are given where a test needs them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.write()
+
+    def write(self, **roles: dict[str, Any]) -> Path:
+        spec = {"model": {"source": "./model"}, "roles": {"encoder": {}, "pd": {}} | roles}
+        self.path.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "epd.dev/v1alpha1",
+                    "kind": "EPDDeployment",
+                    "metadata": {"name": "digits"},
+                    "spec": spec,
+                }
+            )
+        )
+        return self.path
+
+
+def env(**variables: str | Path) -> list[dict[str, str]]:
+    return [{"name": name, "value": str(value)} for name, value in variables.items()]
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read() or "null")
+
+
+def named(state: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in state["processes"] if one["name"] == name)
+    return found
+
+
+def test_in_the_background_from_up_to_down(epd: Epd, document: Document) -> None:
+    document.write(encoder={"replicas": 2, "extraArgs": ["--greeting", "good day"]})
+    up = epd.run("up", "-d", "-f", document.path, "--port", "0")
+    assert up.returncode == 0, up.stdout + up.stderr
+    (state,) = epd.ps()
+    assert f"{state['address']}/v1" in up.stdout
+    assert [one["name"] for one in state["processes"]] == ["encoder-0", "encoder-1", "pd-0", "proxy"]
+    assert {one["phase"] for one in state["processes"]} == {"ready"}
+    get(f"{state['address']}/ready")
+    engine = get(f"http://127.0.0.1:{named(state, 'encoder-1')['port']}/health")
+    assert engine["argv"][2] == str(document.path.parent / "model"), "relative to the document"
+
+    listing = epd.run("ps").stdout
+    assert state["address"] in listing
+    assert "encoder-1  ready" in listing
+    assert epd.run("logs", "encoder").stdout.splitlines() == [
+        "encoder-0 | good day from ec_producer",
+        "encoder-1 | good day from ec_producer",
+    ]
+    assert epd.run("logs", "pd-0", "--tail", "1").stdout == "pd-0 | hello from ec_consumer\n"
+    unknown = epd.run("logs", "decoder")
+    assert unknown.returncode == 1
+    assert "it has encoder, encoder-0, encoder-1, pd, pd-0, proxy, supervisor" in unknown.stderr
+
+    second = epd.run("up", "-f", document.path, "--port", "0")
+    assert second.returncode == 1
+    assert "digits is running already" in second.stderr
+    assert Path(state["store"], "ec_producer-was-here").exists()
+
+    down = epd.run("down")
+    assert (down.returncode, down.stdout) == (0, "digits is stopped\n")
+    epd.assert_nothing_left()
+    assert epd.run("down").stdout == "nothing is running\n"
+    assert "nothing is running" in epd.run("ps").stdout
+    assert epd.ps() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_in_the_foreground_a_signal_leaves_nothing(
+    epd: Epd, document: Document, number: signal.Signals
+) -> None:
+    up = epd.start("up", "-f", document.path, "--port", "0")
+    epd.until_ready()
+    up.send_signal(number)
+    output, _ = up.communicate()
+    assert up.returncode == 0, output
+    assert "digits is ready" in output
+    assert output.endswith("digits is stopped\n")
+    epd.assert_nothing_left()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_signal_before_all_is_ready_leaves_nothing(epd: Epd, document: Document, detached: bool) -> None:
+    gate = document.path.with_name("gate")
+    gate.touch()
+    document.write(pd={"env": env(STANDIN_GATE=gate)})
+    up = epd.start("up", *(["-d"] if detached else []), "-f", document.path, "--port", "0")
+    until(lambda: epd.state() and named(epd.state(), "encoder-0")["phase"] == "ready", "encoder ready")
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate()
+    assert up.returncode == 1
+    assert "stopped before it was ready" in output
+    epd.assert_nothing_left()
+
+
+def test_up_in_the_background_that_is_killed_while_it_waits_leaves_nothing(
+    epd: Epd, document: Document
+) -> None:
+    gate = document.path.with_name("gate")
+    gate.touch()
+    document.write(pd={"env": env(STANDIN_GATE=gate)})
+    up = epd.start("up", "-d", "-f", document.path, "--port", "0")
+    until(epd.state, "the supervisor has begun")
+    up.send_signal(signal.SIGKILL)
+    up.wait()
+    until(lambda: not epd.processes() and not epd.files(), "all gone")
+
+
+def test_a_process_that_is_killed_is_started_again_at_its_address(epd: Epd, document: Document) -> None:
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    before = epd.until_ready()
+    os.kill(named(before, "encoder-0")["pid"], signal.SIGKILL)
+    until(lambda: named(epd.state(), "encoder-0")["restarts"] == 1, "a restart")
+    after = epd.until_ready()
+    old, new = named(before, "encoder-0"), named(after, "encoder-0")
+    assert new["pid"] != old["pid"]
+    assert new["port"] == old["port"]
+    get(f"http://127.0.0.1:{new['port']}/ready")
+    supervisor_log = epd.run("logs", "supervisor").stdout
+    assert "encoder-0  restarting: killed by SIGKILL; next start in" in supervisor_log
+    assert epd.run("down").returncode == 0
+    epd.assert_nothing_left()
+
+
+def test_a_process_that_dies_again_and_again_is_said_to_and_the_others_go_on(
+    epd: Epd, document: Document
+) -> None:
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    before = epd.until_ready()
+    for restarts in range(1, 4):
+        pid = until(lambda: named(epd.state(), "pd-0")["pid"], "pd-0 runs")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda wanted=restarts: named(epd.state(), "pd-0")["restarts"] == wanted, "a restart")
+    assert "again and again; see `epd logs pd-0`" in named(epd.state(), "pd-0")["note"]
+    after = epd.until_ready()
+    assert named(after, "encoder-0") == named(before, "encoder-0")
+
+
+def test_logs_can_be_followed_until_the_end(epd: Epd, document: Document) -> None:
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    following = epd.start("logs", "encoder", "-f")
+    assert following.stdout is not None
+    assert following.stdout.readline() == "encoder-0 | hello from ec_producer\n"
+    os.kill(named(epd.until_ready(), "encoder-0")["pid"], signal.SIGKILL)
+    assert following.stdout.readline() == "encoder-0 | hello from ec_producer\n"
+    assert epd.run("down").returncode == 0
+    assert following.wait() == 0
+
+
+def test_a_process_that_does_not_start_ends_all_with_the_end_of_its_log(epd: Epd, document: Document) -> None:
+    document.write(encoder={"env": env(STANDIN_FAIL="no such weights")})
+    for arguments in (["up"], ["up", "-d"]):
+        up = epd.run(*arguments, "-f", document.path, "--port", "0")
+        assert up.returncode == 1
+        assert "epd: encoder-0 did not start: exit status 1" in up.stderr
+        assert "encoder-0 | cannot start: no such weights" in up.stderr
+        epd.assert_nothing_left()
+
+
+def test_a_process_that_is_not_ready_in_time_ends_all(epd: Epd, document: Document) -> None:
+    gate = document.path.with_name("gate")
+    gate.touch()
+    document.write(pd={"env": env(STANDIN_GATE=gate), "startupTimeout": "500ms"})
+    up = epd.run("up", "-f", document.path, "--port", "0")
+    assert up.returncode == 1
+    assert "pd-0 did not start: not ready within 0.5 s" in up.stderr
+    epd.assert_nothing_left()
+
+
+def test_a_process_that_ignores_sigterm_is_killed_after_its_drain_timeout(
+    epd: Epd, document: Document
+) -> None:
+    document.write(pd={"env": env(STANDIN_STUBBORN="1"), "drainTimeout": "200ms"})
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    assert epd.run("down").returncode == 0
+    epd.assert_nothing_left()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_drain_timeout(epd: Epd, document: Document) -> None:
+    document.write(pd={"env": env(STANDIN_STUBBORN="1"), "drainTimeout": "1h"})
+    up = epd.start("up", "-f", document.path, "--port", "0")
+    epd.until_ready()
+    up.send_signal(signal.SIGINT)
+    until(lambda: named(epd.state(), "pd-0")["phase"] == "stopping", "pd-0 is asked to stop")
+    up.send_signal(signal.SIGINT)
+    up.communicate()
+    epd.assert_nothing_left()
+
+
+@pytest.mark.parametrize("next_command", ["down", "up"])
+def test_after_a_killed_supervisor_the_next_command_cleans_up(
+    epd: Epd, document: Document, next_command: str
+) -> None:
+    document.write(encoder={"env": env(STANDIN_GRANDCHILD="1")})
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    state = epd.until_ready()
+    os.kill(state["supervisor"], signal.SIGKILL)
+    engines = {one["pid"] for one in state["processes"]}
+    until(lambda: not _alive(engines), "its children follow it")
+    assert epd.processes() != [], "the grandchild, in a session of its own, lives on"
+    (dead,) = epd.ps()
+    assert dead["phase"] == "dead"
+    assert "epd down" in epd.run("ps").stdout
+    if next_command == "up":
+        document.write()
+        up = epd.run("up", "-d", "-f", document.path, "--port", "0")
+        assert up.returncode == 0
+        assert "ended 1 processes" in up.stdout
+    down = epd.run("down")
+    assert down.returncode == 0
+    assert ("had been killed" in down.stdout) == (next_command == "down")
+    epd.assert_nothing_left()
+
+
+def _alive(pids: set[int]) -> set[int]:
+    return {
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def test_a_taken_port_and_a_document_that_cannot_run_are_said_before_anything_starts(
+    epd: Epd, document: Document
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        up = epd.run("up", "-f", document.path, "--port", port)
+    assert up.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in up.stderr
+    assert "--port" in up.stderr
+    document.write(encoder={"replicas": 0})
+    (document.path.parent / "model").rmdir()
+    up = epd.run("up", "-d", "-f", document.path)
+    assert up.returncode == 1
+    assert "spec.roles.encoder.replicas: is 0" in up.stderr
+    assert "spec.model.source: there is no directory" in up.stderr
+    epd.assert_nothing_left()
+
+
+def test_two_deployments_side_by_side_and_a_store_that_is_kept(
+    epd: Epd, document: Document, tmp_path: Path
+) -> None:
+    store = tmp_path / "kept"
+    first = epd.run("up", "-d", "-f", document.path, "--port", "0", "--name", "one", "--store", store)
+    second = epd.run("up", "-d", "-f", document.path, "--port", "0", "--name", "two")
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "epd down --name two" in second.stdout
+    assert [state["name"] for state in epd.ps()] == ["one", "two"]
+    ambiguous = epd.run("down")
+    assert ambiguous.returncode == 1
+    assert "name one of one, two with --name" in ambiguous.stderr
+    for name in ("one", "two"):
+        assert epd.run("down", "--name", name).returncode == 0
+    assert epd.run("down", "--name", "two").stdout == "two is not running\n"
+    epd.assert_nothing_left()
+    assert (store / "ec_producer-was-here").exists()
+    refused = epd.run("up", "-f", document.path, "--name", "../elsewhere")
+    assert refused.returncode == 1
+    assert "--name: must be" in refused.stderr
+
+
+def test_validate_says_each_problem_with_its_place(epd: Epd, document: Document) -> None:
+    fine = epd.run("validate", "-f", REPOSITORY / "examples" / "digits.yaml")
+    assert fine.returncode == 0
+    assert "digits is valid (encoder + pd, model digits-vl)" in fine.stdout
+    document.write(pd={"replicas": -1})
+    bad = epd.run("validate", "-f", document.path)
+    assert bad.returncode == 1
+    assert f"{document.path}:11:7: spec.roles.pd.replicas: must be 0 or more, got -1" in bad.stderr
+    missing = epd.run("validate", "-f", "nowhere.yaml")
+    assert missing.returncode == 1
+    assert "cannot read nowhere.yaml: No such file or directory" in missing.stderr
+
+
+def test_help_teaches(epd: Epd) -> None:
+    top = epd.run("--help").stdout
+    for command in ("validate", "up", "ps", "logs", "down"):
+        assert command in top
+    assert "epd up -f examples/digits.yaml" in top
+    assert "0 finds a free one" in " ".join(epd.run("up", "--help").stdout.replace("│", " ").split())
+    assert epd.run("--version").stdout.startswith("epd ")

@@ -1,0 +1,159 @@
+"""Log files, the run directory and what a person sees: the parts of `epd up` that need no process."""
+
+import io
+import itertools
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from epd_operator.local.errors import LocalError
+from epd_operator.local.logs import LogFile, follow, tail
+from epd_operator.local.ports import check_port, free_ports
+from epd_operator.local.process import describe_exit, restart_delay
+from epd_operator.local.progress import LineProgress, LiveProgress
+from epd_operator.local.rundir import AlreadyRunning, RunDirectory, known_runs
+from epd_operator.local.state import DeploymentState, Phase, ProcessState, read_state, write_state
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_log_has_whole_lines_behind_their_prefix(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log", "pd-0")
+    for piece in (b"one\ntw", b"o\r\n", b"\xff\n", b"last"):
+        log.write(piece)
+    assert (tmp_path / "log").read_bytes() == b"pd-0 | one\npd-0 | two\npd-0 | \xff\n"
+    log.close()
+    assert tail(tmp_path / "log", 1) == ["pd-0 | last"]
+    assert tail(tmp_path / "log", 3)[1] == "pd-0 | \ufffd"
+    assert tail(tmp_path / "other", 3) == []
+
+
+def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log", "x", rotate_at=100)
+    for number in range(50):
+        log.write(f"line {number}\n".encode())
+    log.write(b"y" * 200)  # no end of line
+    log.close()
+    kept = [tmp_path / "log.old", tmp_path / "log"]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert sum(path.stat().st_size for path in kept) < 500
+    assert "x | line 49" in kept[0].read_text()
+    assert "y" * 200 in kept[0].read_text()
+
+
+def test_following_loses_no_line_over_rotation_and_ends_with_the_deployment(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log", "x", rotate_at=60)
+    log.write(b"before\n")
+    steps = iter(range(20))
+
+    def is_over() -> bool:
+        number = next(steps, None)
+        if number is not None:
+            log.write(f"line {number}\n".encode())
+        return number is None
+
+    lines = list(follow([tmp_path / "log"], is_over))
+    log.close()
+    assert lines == [f"x | line {number}" for number in range(20)]
+
+
+def test_a_run_directory_is_held_by_one_and_leaves_nothing(home: Path) -> None:
+    assert known_runs() == []
+    with RunDirectory("a") as first:
+        assert first.claim() == 0
+        first.state.write_text("{}")
+        first.store.mkdir()
+        assert known_runs() == ["a"]
+        assert RunDirectory("a").is_held()
+        with pytest.raises(AlreadyRunning, match="epd down --name a"), RunDirectory("a") as second:
+            second.claim()
+        assert first.state.exists(), "a refused second `up` touches nothing"
+        with RunDirectory("b") as other:
+            other.claim()
+        assert known_runs() == ["a"]
+    assert not RunDirectory("a").is_held()
+    assert list(home.iterdir()) == []
+
+
+def test_claiming_removes_what_a_killed_run_left(home: Path) -> None:
+    left = RunDirectory("a").path
+    (left / "store" / "ns").mkdir(parents=True)
+    (left / "state.json").write_text("{}")
+    with RunDirectory("a") as again:
+        again.claim()
+        assert list(again.path.iterdir()) == []
+
+
+def test_a_run_directory_that_cannot_be_made_names_the_way_out(home: Path) -> None:
+    home.write_text("a file where the directory should be")
+    with pytest.raises(LocalError, match="XDG_STATE_HOME"), RunDirectory("a") as directory:
+        directory.claim()
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    state = DeploymentState("a", "m", "http://x", 1, "/d", "/s", Phase.READY, [ProcessState("pd-0", "pd", 5)])
+    write_state(tmp_path / "state.json", state)
+    assert read_state(tmp_path / "state.json") == state
+    assert read_state(tmp_path / "none.json") is None
+    assert [path.name for path in tmp_path.glob("state*")].count("state.json") == 1
+
+
+def test_ports_are_free_and_different_and_a_taken_one_names_the_flag() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    check_port("127.0.0.1", ports[0])
+    with socket.create_server(("127.0.0.1", ports[0])), pytest.raises(LocalError, match="--port"):
+        check_port("127.0.0.1", ports[0])
+
+
+def test_the_wait_before_a_restart_doubles_up_to_a_bound() -> None:
+    delays = [restart_delay(failures) for failures in range(12)]
+    assert all(later == min(30.0, 2 * earlier) for earlier, later in itertools.pairwise(delays))
+    assert delays[0] > 0
+    assert restart_delay(10**6) == delays[-1] == 30.0
+
+
+def test_an_exit_is_said_in_words() -> None:
+    assert describe_exit(3) == "exit status 3"
+    assert describe_exit(-9) == "killed by SIGKILL"
+
+
+@pytest.fixture
+def state() -> DeploymentState:
+    return DeploymentState(
+        "a", "m", "http://x", 1, "/d", "/s", Phase.STARTING, [ProcessState("pd-0", "pd", 5)]
+    )
+
+
+def test_plain_progress_is_one_line_for_each_change(state: DeploymentState) -> None:
+    out = io.StringIO()
+    progress = LineProgress(Console(file=out, width=40))
+    progress.update(state)
+    progress.update(state)
+    state.processes[0].phase = Phase.RESTARTING
+    state.processes[0].note = "exit status [1]; " + "long " * 20
+    progress.update(state)
+    starting, restarting = out.getvalue().splitlines()
+    assert starting.split() == ["pd-0", "starting"]
+    assert restarting.startswith("pd-0       restarting: exit status [1]; long")
+
+
+def test_live_progress_becomes_lines_once_closed(state: DeploymentState) -> None:
+    out = io.StringIO()
+    progress = LiveProgress(Console(file=out, force_terminal=True, width=80))
+    progress.update(state)
+    state.processes[0].phase = Phase.READY
+    progress.update(state)
+    progress.close()
+    table = out.getvalue()
+    assert "pd-0" in table
+    assert "ready" in table
+    state.processes[0].phase = Phase.NOT_READY
+    progress.update(state)
+    assert out.getvalue().removeprefix(table).split("\n")[0].startswith("pd-0       not ready")

@@ -1,0 +1,156 @@
+"""From a document to processes, and what is refused on the way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epd_operator.api import EPDDeployment, parse_document
+from epd_operator.local.plan import Machine, Plan, engine_count, make_plan
+from epd_operator.local.review import notes, refusals
+
+
+def deployment(**spec: Any) -> EPDDeployment:
+    """A document with these fields of the spec."""
+    document = {
+        "apiVersion": "epd.dev/v1alpha1",
+        "kind": "EPDDeployment",
+        "metadata": {"name": "digits"},
+        "spec": {"model": {"source": "./m/digits-vl"}, "roles": {"encoder": {}, "pd": {}}} | spec,
+    }
+    return parse_document(yaml.safe_dump(document))
+
+
+def planned(wanted: EPDDeployment, **changes: Any) -> Plan:
+    machine = {
+        "engine": "/bin/epd-engine",
+        "proxy": "/bin/epd-proxy",
+        "cores": 8,
+        "environment": {},
+        "model": "/m/digits-vl",
+        "store": Path("/run/store"),
+        "host": "127.0.0.1",
+        "proxy_port": 8000,
+        "engine_ports": [1001, 1002, 1003, 1004],
+    }
+    return make_plan(wanted, "digits", Machine(**{**machine, **changes}))
+
+
+def test_each_role_gets_its_own_command_line_and_the_proxy_knows_them_all() -> None:
+    plan = planned(deployment(roles={"encoder": {"replicas": 2}, "pd": {}}))
+    assert [process.name for process in plan.processes] == ["encoder-0", "encoder-1", "pd-0", "proxy"]
+    encoder, _, pd, proxy = plan.processes
+    assert encoder.argv[:-1] == (
+        *("/bin/epd-engine", "serve", "/m/digits-vl", "--host", "127.0.0.1", "--port", "1001"),
+        *("--served-model-name", "digits-vl", "--ec-transfer-config"),
+    )
+    assert json.loads(encoder.argv[-1]) == {
+        "ec_connector": "ECSharedStorageConnector",
+        "ec_role": "ec_producer",
+        "ec_connector_extra_config": {"shared_storage_path": "/run/store"},
+    }
+    assert json.loads(pd.argv[-1])["ec_role"] == "ec_consumer"
+    assert proxy.argv == (
+        *("/bin/epd-proxy", "--host", "127.0.0.1", "--port", "8000"),
+        *("--encoder", "http://127.0.0.1:1001", "--encoder", "http://127.0.0.1:1002"),
+        *("--pd", "http://127.0.0.1:1003"),
+    )
+    assert plan.address == "http://127.0.0.1:8000"
+    assert engine_count(deployment(roles={"encoder": {"replicas": 2}, "pd": {}})) == 3
+
+
+def test_time_limits_arguments_and_environment_of_a_role_reach_its_processes_alone() -> None:
+    role = {
+        "startupTimeout": "90s",
+        "drainTimeout": "5s",
+        "extraArgs": ["--port", "9"],
+        "env": [{"name": "A", "value": "1"}, {"name": "OMP_NUM_THREADS", "value": "3"}],
+    }
+    encoder, pd, _ = planned(deployment(roles={"encoder": role, "pd": {}})).processes
+    assert (encoder.startup_timeout, encoder.drain_timeout) == (90, 5)
+    assert (pd.startup_timeout, pd.drain_timeout) == (600, 30)
+    assert encoder.argv[-2:] == ("--port", "9"), "what the user appends comes last, so that it wins"
+    assert encoder.env["A"] == "1"
+    assert encoder.env["OMP_NUM_THREADS"] == "3"
+    assert "A" not in pd.env
+
+
+@pytest.mark.parametrize(("cores", "encoders", "threads"), [(8, 1, "4"), (8, 3, "2"), (1, 2, "1")])
+def test_engines_share_the_cores(cores: int, encoders: int, threads: str) -> None:
+    plan = planned(deployment(roles={"encoder": {"replicas": encoders}, "pd": {}}), cores=cores)
+    assert {process.env["OMP_NUM_THREADS"] for process in plan.processes[:-1]} == {threads}
+
+
+def test_threads_that_the_user_chose_are_kept() -> None:
+    plan = planned(deployment(), environment={"OMP_NUM_THREADS": "7"})
+    assert all("OMP_NUM_THREADS" not in process.env for process in plan.processes)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://[::1]:8000"), ("10.1.2.3", "http://10.1.2.3:8000")],
+)
+def test_the_address_can_be_talked_to_whatever_is_bound(host: str, address: str) -> None:
+    plan = planned(deployment(), host=host)
+    assert plan.address == address
+    assert plan.processes[-1].argv[2] == host
+
+
+def test_a_revision_is_passed_on() -> None:
+    plan = planned(deployment(model={"source": "org/m", "revision": "abc"}), model="org/m")
+    argv = plan.processes[0].argv
+    assert argv[argv.index("--revision") + 1] == "abc"
+    assert argv[argv.index("--served-model-name") + 1] == "org/m"
+
+
+ROLES: dict[str, Any] = {"encoder": {}, "pd": {}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            {"roles": {"encoder": {}, "prefill": {}, "decode": {}}},
+            "spec.roles: `epd up` cannot run `prefill`",
+        ),
+        ({"engine": {"type": "vllm"}}, "spec.engine.type: `epd up` cannot run vllm yet"),
+        ({"ecStore": {"sharedMemory": {}}}, "spec.ecStore.sharedMemory: `epd up` cannot run it yet"),
+        (
+            {"ecStore": {"sharedStorage": {"existingClaim": "a"}}},
+            "spec.ecStore.sharedStorage.existingClaim: there are no claims on this machine",
+        ),
+        (
+            {"roles": {"encoder": {"autoscaling": {"maxReplicas": 2}}, "pd": {}}},
+            "spec.roles.encoder.autoscaling: `epd up` does not scale by load",
+        ),
+        ({"roles": {"encoder": {}, "pd": {"replicas": 0}}}, "spec.roles.pd.replicas: is 0"),
+        ({"proxy": {"replicas": 2}}, "spec.proxy.replicas: `epd up` runs one proxy"),
+        ({"paused": True}, "spec.paused: is true"),
+        (
+            {"proxy": {"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {}}}]}},
+            "spec.proxy.env[0].valueFrom: there is no cluster to take KEY from",
+        ),
+    ],
+)
+def test_a_valid_document_that_cannot_run_here_is_refused_with_a_way_out(
+    spec: dict[str, Any], said: str
+) -> None:
+    (reason,) = refusals(deployment(**spec), own_store=False)
+    assert reason.startswith(said)
+
+
+def test_a_claim_can_be_replaced_by_a_directory() -> None:
+    wanted = deployment(ecStore={"sharedStorage": {"existingClaim": "a"}})
+    assert refusals(wanted, own_store=True) == []
+
+
+def test_what_is_left_undone_without_harm_is_noted() -> None:
+    wanted = deployment(ecStore={"sharedStorage": {"capacity": "1Gi", "ttl": "1h"}})
+    assert refusals(wanted, own_store=False) == []
+    assert [note.partition(":")[0] for note in notes(wanted)] == [
+        "spec.ecStore.sharedStorage.capacity",
+        "spec.ecStore.sharedStorage.ttl",
+    ]
+    assert notes(deployment()) == []
