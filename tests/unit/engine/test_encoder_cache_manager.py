@@ -1,0 +1,60 @@
+from epd_engine.core.encoder_cache_manager import EncoderCacheManager
+from tests.support.engine_objects import item, key, request
+
+
+def test_a_repeated_picture_keeps_its_reference_until_its_last_occurrence() -> None:
+    """vllm#54284: counting requests instead of occurrences frees it early."""
+    cache = EncoderCacheManager(10)
+    twice = request("r", 20, [item("a", 0, 4), item("a", 8, 4)])
+    assert cache.allocate(twice, 0)
+    assert cache.reference_if_cached(twice, 1)
+    cache.release(twice, 0)
+    assert cache.num_referenced == 4
+    other = request("s", 20, [item("b", 0, 10)])
+    assert not cache.allocate(other, 0)
+    cache.release(twice, 1)
+    assert cache.num_referenced == 0
+    assert cache.allocate(other, 0)
+    assert cache.take_freed() == [key("a")]
+
+
+def test_what_nobody_references_stays_until_room_is_needed() -> None:
+    cache = EncoderCacheManager(10)
+    first = request("r", 20, [item("a", 0, 4)])
+    assert cache.allocate(first, 0)
+    cache.release_all(first)
+    again = request("s", 20, [item("a", 0, 4)])
+    assert cache.reference_if_cached(again, 0)
+    assert cache.take_freed() == []
+
+
+def test_the_least_recently_released_goes_first() -> None:
+    cache = EncoderCacheManager(9)
+    holders = [request(n, 20, [item(n, 0, 3)]) for n in "abc"]
+    for holder in holders:
+        assert cache.allocate(holder, 0)
+    for holder in (holders[1], holders[0], holders[2]):
+        cache.release_all(holder)
+    assert cache.allocate(request("r", 20, [item("d", 0, 6)]), 0)
+    assert cache.take_freed() == [key("b"), key("a")]
+
+
+def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
+    cache = EncoderCacheManager(9)
+    a, b = request("r", 9, [item("a", 0, 5)]), request("s", 9, [item("b", 0, 4)])
+    assert cache.allocate(a, 0)
+    assert cache.allocate(b, 0)
+    cache.release_all(b)
+    assert not cache.allocate(request("t", 9, [item("c", 0, 5)]), 0)
+    assert cache.take_freed() == []
+    assert cache.reference_if_cached(b, 0)
+
+
+def test_an_item_that_never_came_is_forgotten_with_its_references() -> None:
+    cache = EncoderCacheManager(9)
+    a = request("r", 9, [item("a", 0, 5)])
+    assert cache.allocate(a, 0)
+    cache.drop(key("a"))
+    assert cache.num_used == cache.num_referenced == 0
+    cache.release_all(a)  # harmless afterwards
+    assert cache.allocate(a, 0)

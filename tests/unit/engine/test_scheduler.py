@@ -1,0 +1,266 @@
+"""The scheduler as a pure object: no model, no clock, no thread."""
+
+import random
+
+import pytest
+
+from epd_engine.core.encoder_cache_manager import EncoderCacheManager
+from epd_engine.core.kv_blocks import BlockPool
+from epd_engine.core.media_planner import MediaPlanner
+from epd_engine.core.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
+from epd_engine.core.request import FinishReason, Request, RequestError
+from epd_engine.core.scheduler import Scheduler, SchedulerLimits
+from epd_engine.ec_transfer.base import ECConnectorOutput
+from tests.support.engine_objects import SetConnector, item, key, request
+
+
+class Bench:
+    """A scheduler with its ledgers, and a runner that does what it is told."""
+
+    def __init__(
+        self,
+        *,
+        stored: set[str] | None = None,
+        blocks: int = 64,
+        tokens: int = 16,
+        seqs: int = 8,
+        cache: int = 32,
+        encoder_budget: int = 16,
+        can_compute: bool = False,
+    ):
+        self.connector = None if stored is None else SetConnector(stored)
+        self.cache = EncoderCacheManager(cache)
+        self.pool = BlockPool(blocks, 4)
+        planner = MediaPlanner(
+            self.cache, self.connector, max_encoder_embeds=encoder_budget, can_compute=can_compute
+        )
+        self.scheduler = Scheduler(SchedulerLimits(seqs, tokens, 128), self.pool, planner)
+        self.resident: set[str] = set()
+
+    def execute(self, step: SchedulerOutput, fail_loads: frozenset[str] = frozenset()) -> ModelRunnerOutput:
+        output = ModelRunnerOutput()
+        self.resident -= set(step.freed_encoder_hashes)
+        for r, i in step.scheduled_encoder_inputs:
+            self.resident.add(r.media[i].mm_hash)
+        for r, i in step.external_load_encoder_input:
+            if r.media[i].mm_hash in fail_loads:
+                output.ec_output.failed_recving[r.media[i].mm_hash] = "gone"
+            else:
+                self.resident.add(r.media[i].mm_hash)
+        for chunk in step.chunks:
+            needed = {chunk.request.media[i].mm_hash for i in chunk.request.media_in(chunk.start, chunk.end)}
+            if needed - self.resident:
+                output.skipped.add(chunk.request.request_id)
+            elif chunk.samples:
+                output.sampled[chunk.request.request_id] = 7
+        return output
+
+    def step(self, **faults: frozenset[str]) -> tuple[SchedulerOutput, list[RequestUpdate]]:
+        step = self.scheduler.schedule()
+        return step, self.scheduler.update(step, self.execute(step, **faults))
+
+    def run(self, limit: int = 1000) -> dict[str, RequestUpdate]:
+        last = {}
+        for _ in range(limit):
+            if self.scheduler.num_running + self.scheduler.num_waiting == 0:
+                return last
+            for update in self.step()[1]:
+                if update.is_last:
+                    last[update.request_id] = update
+        raise AssertionError("the scheduler does not come to an end")
+
+    def assert_at_rest(self) -> None:
+        assert self.pool.num_free == self.pool.num_blocks
+        assert self.cache.num_referenced == 0
+
+
+def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
+    bench = Bench(tokens=5)
+    bench.scheduler.add(request("r", 12, max_tokens=3))
+    lengths = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        step, _ = bench.step()
+        lengths += [c.length for c in step.chunks]
+    assert lengths == [5, 5, 2, 1, 1]
+    bench.assert_at_rest()
+
+
+def test_an_item_in_the_store_is_loaded_and_takes_no_compute_budget() -> None:
+    bench = Bench(stored={key("a"), key("b")}, encoder_budget=1)
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4), item("b", 4, 4)]))
+    step, _ = bench.step()
+    assert [i for _, i in step.external_load_encoder_input] == [0, 1]
+    assert step.scheduled_encoder_inputs == []
+    assert step.chunks[0].length == 12
+    assert bench.run()["r"].finish_reason is FinishReason.LENGTH
+    bench.assert_at_rest()
+
+
+def test_a_resident_item_is_neither_loaded_nor_computed() -> None:
+    bench = Bench(stored={key("a")})
+    for name in ("r", "s"):
+        bench.scheduler.add(request(name, 12, [item("a", 0, 4)]))
+        bench.run()
+    assert bench.connector is not None
+    assert bench.connector.loads == [key("a")]
+
+
+def test_an_item_that_is_nowhere_is_computed_where_there_is_a_tower() -> None:
+    bench = Bench(stored=set(), can_compute=True)
+    bench.scheduler.add(request("r", 12, [item("a", 2, 4, pixels=True)]))
+    step, _ = bench.step()
+    assert len(step.scheduled_encoder_inputs) == 1
+    assert bench.run()["r"].error is None
+
+
+@pytest.mark.parametrize(("pixels", "can_compute"), [(False, True), (True, False), (False, False)])
+def test_an_item_that_is_nowhere_and_cannot_be_computed_is_a_retryable_miss(
+    pixels: bool, can_compute: bool
+) -> None:
+    bench = Bench(stored=set(), can_compute=can_compute)
+    bench.scheduler.add(request("r", 12, [item("a", 2, 4, pixels=pixels)]))
+    error = bench.run()["r"].error
+    assert error is not None
+    assert (error.status, error.code) == (503, "ec_miss")
+    bench.assert_at_rest()
+
+
+def test_the_store_is_asked_once_per_item() -> None:
+    """vllm#32585: not at every step while the request waits."""
+    bench = Bench(stored={key("a"), key("b")}, cache=4)
+    bench.scheduler.add(request("r", 40, [item("a", 0, 4)], max_tokens=1))
+    bench.scheduler.add(request("s", 40, [item("b", 0, 4)], max_tokens=1))
+    bench.run()
+    assert bench.connector is not None
+    assert bench.connector.probes == 2
+
+
+def test_the_text_before_an_item_without_room_is_computed_first() -> None:
+    bench = Bench(stored={key("a"), key("b")}, cache=4, tokens=64)
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4), item("b", 8, 4)]))
+    step, _ = bench.step()
+    assert [(c.start, c.length) for c in step.chunks] == [(0, 8)]
+    step, _ = bench.step()
+    assert [(c.start, c.length) for c in step.chunks] == [(8, 4)]
+
+
+def test_an_item_larger_than_the_encoder_budget_gets_a_step_of_its_own() -> None:
+    bench = Bench(encoder_budget=6, can_compute=True, tokens=64)
+    bench.scheduler.add(request("r", 30, [item("a", 0, 4, pixels=True), item("b", 4, 20, pixels=True)]))
+    encoded = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        step, _ = bench.step()
+        encoded.append([i for _, i in step.scheduled_encoder_inputs])
+    assert encoded[:2] == [[0], [1]]
+
+
+def test_an_item_that_can_never_fit_is_refused_at_once_with_the_limits_name() -> None:
+    bench = Bench(stored=set(), cache=8)
+    with pytest.raises(RequestError, match="--encoder-cache-size 8"):
+        bench.scheduler.add(request("r", 12, [item("a", 0, 9)]))
+    assert bench.scheduler.num_waiting == 0
+
+
+def test_a_failed_load_is_computed_where_pixels_are_at_hand() -> None:
+    bench = Bench(stored={key("a")}, can_compute=True)
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4, pixels=True)]))
+    step, updates = bench.step(fail_loads=frozenset({key("a")}))
+    assert updates == []
+    step, _ = bench.step()
+    assert len(step.scheduled_encoder_inputs) == 1
+    assert bench.run()["r"].error is None
+    bench.assert_at_rest()
+
+
+def test_a_failed_load_without_pixels_fails_that_request_alone() -> None:
+    bench = Bench(stored={key("a")})
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4)]))
+    bench.scheduler.add(request("s", 4))
+    bench.step(fail_loads=frozenset({key("a")}))
+    ends = bench.run()
+    assert ends["r"].error is not None
+    assert ends["r"].error.code == "ec_miss"
+    assert ends["s"].finish_reason is FinishReason.LENGTH
+    bench.assert_at_rest()
+
+
+def test_an_item_that_failed_to_encode_fails_its_request() -> None:
+    bench = Bench(can_compute=True)
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4, pixels=True)]))
+    step = bench.scheduler.schedule()
+    output = ModelRunnerOutput(
+        skipped={"r"}, encode_errors={key("a"): "NaN"}, ec_output=ECConnectorOutput()
+    )
+    (update,) = bench.scheduler.update(step, output)
+    assert update.error is not None
+    assert update.error.code == "encoder_failed"
+    bench.assert_at_rest()
+
+
+def test_a_step_that_raised_ends_its_own_requests_and_no_others() -> None:
+    bench = Bench(seqs=1, can_compute=True)
+    bench.scheduler.add(request("r", 8, [item("a", 0, 4, pixels=True)]))
+    bench.scheduler.add(request("s", 4))
+    step = bench.scheduler.schedule()
+    (update,) = bench.scheduler.fail_step(step, RequestError(500, "internal_error", "boom"))
+    assert update.request_id == "r"
+    assert set(bench.run()) == {"s"}
+    bench.assert_at_rest()
+    assert bench.cache.num_used == 0  # the tensor may never have been made
+
+
+def test_without_blocks_the_last_request_is_preempted_and_still_answers() -> None:
+    bench = Bench(blocks=6, tokens=64)
+    for name in ("r", "s"):
+        bench.scheduler.add(request(name, 10, max_tokens=6))
+    preempted = False
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        before = bench.scheduler.num_running
+        bench.step()
+        preempted |= bench.scheduler.num_running < before and bench.scheduler.num_waiting > 0
+    assert preempted
+    bench.assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int) -> None:
+    """Requests, repeated items, failed loads and aborts at any state: nothing leaks, nothing starves."""
+    rng = random.Random(seed)
+    names = "abcdefgh"
+    sizes = {n: rng.choice([1, 3, 6, 12]) for n in names}
+    bench = Bench(stored={key(n) for n in names[:4]}, cache=16, encoder_budget=8, blocks=40, can_compute=True)
+    alive: dict[str, Request] = {}
+    ended: set[str] = set()
+    for number in range(300):
+        if rng.random() < 0.4:
+            made = random_request(rng, f"r{number}", names, sizes)
+            alive[made.request_id] = made
+            bench.scheduler.add(made)
+        if alive and rng.random() < 0.1:
+            victim = rng.choice(sorted(alive))
+            bench.scheduler.abort(victim)
+            ended.add(victim)
+        failing = frozenset(key(n) for n in names if rng.random() < 0.05)
+        step, updates = bench.step(fail_loads=failing)
+        assert sum(c.length for c in step.chunks) <= 16
+        assert len({c.request.request_id for c in step.chunks}) == len(step.chunks)
+        assert bench.scheduler.num_running <= 8
+        assert bench.cache.num_used <= 16
+        if len(step.scheduled_encoder_inputs) > 1:
+            assert sum(r.media[i].num_embeds for r, i in step.scheduled_encoder_inputs) <= 8
+        ended |= {u.request_id for u in updates if u.is_last}
+        for name in ended & set(alive):
+            del alive[name]
+    ended |= set(bench.run())
+    assert ended >= set(alive)
+    bench.assert_at_rest()
+
+
+def random_request(rng: random.Random, name: str, names: str, sizes: dict[str, int]) -> Request:
+    media, offset = [], 0
+    for _ in range(rng.randint(0, 3)):
+        offset += rng.randint(0, 5)
+        chosen = rng.choice(names)
+        media.append(item(chosen, offset, sizes[chosen], pixels=True))
+        offset += sizes[chosen]
+    return request(name, offset + rng.randint(1, 20), media, max_tokens=rng.randint(1, 6))
