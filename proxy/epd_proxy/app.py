@@ -136,6 +136,10 @@ async def _as_body(_: Request, error: Exception) -> PlainResponse:
 
 async def _no_such_route(request: Request, error: Exception) -> PlainResponse:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    return await _as_body(request, ProxyError(error.status_code, message, code=code))
+    # Chat completions are served before FastAPI sees them, so what comes here has another method.
+    status = 405 if request.url.path == CHAT_PATH else error.status_code
+    message = f"{request.method} {request.url.path}: " + (
+        "Not Found" if status == 404 else "Method Not Allowed"
+    )
+    code = "not_found" if status == 404 else "method_not_allowed"
+    return await _as_body(request, ProxyError(status, message, code=code))

@@ -228,18 +228,24 @@ class Client:
     ) -> Reply:
         """Send a request and wait for the head of the answer; time limits are the caller's.
 
-        A kept connection that turns out to be closed before a byte came back is replaced by a fresh one,
-        once. Raises Unreachable, Disconnected or Garbled.
+        A kept connection that is lost before a byte came back is replaced by a fresh one, once: the server
+        may have closed it while it was idle. Raises Unreachable when nothing was sent, Disconnected or
+        Garbled.
         """
         head = _head(origin, method, path, headers, body)
         kept = self._take(origin)
-        if kept is not None:
+        if kept is None:
+            return await self._exchange(origin, await self._connect(origin), head, body or [])
+        try:
+            return await self._exchange(origin, kept, head, body or [])
+        except Disconnected as lost:
+            if lost.started:
+                raise
             try:
-                return await self._exchange(origin, kept, head, body or [])
-            except Disconnected as error:
-                if error.started:
-                    raise
-        return await self._exchange(origin, await self._connect(origin), head, body or [])
+                fresh = await self._connect(origin)
+            except Unreachable:
+                raise lost from None  # the server died, and the request may be why
+        return await self._exchange(origin, fresh, head, body or [])
 
     async def _exchange(self, origin: Origin, connection: _Connection, head: bytes, body: Chunks) -> Reply:
         try:

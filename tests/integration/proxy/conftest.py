@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_harness import MakeSetup, Setup, serving
-from proxy_scripted import Engine, decode, encode
+from tests.integration.proxy.harness import MakeSetup, Setup, serving
+from tests.integration.proxy.scripted import Engine, decode, encode
 
 from epd_proxy.app import Proxy
 from epd_proxy.config import Config, Limits, Origin

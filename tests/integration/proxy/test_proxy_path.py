@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy_harness import MakeSetup, body, image, text
-from proxy_scripted import ANSWER, STREAM, metadata, mm_hash
+from tests.integration.proxy.harness import MakeSetup, body, image, text
+from tests.integration.proxy.scripted import ANSWER, STREAM, metadata, mm_hash
 
 
 async def test_a_picture_reaches_the_pd_as_metadata_and_the_answer_comes_back_unchanged(setup: MakeSetup):

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from proxy_scripted import Engine
+from tests.integration.proxy.scripted import Engine
 
 from epd_proxy.app import Proxy
 
@@ -27,10 +27,36 @@ class Setup:
     async def chat(self, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=body(*parts, **fields), headers=headers)
 
+    async def until_metric(self, name: str, value: float) -> None:
+        """Wait until a series has reached `value`."""
+
+        async def reached() -> bool:
+            return await self.metric(name) >= value
+
+        await until(reached)
+
+    async def until_ready(self, role: str, expected: list[bool]) -> None:
+        """Wait until `/ready` lists exactly these states for a role."""
+
+        async def seen() -> bool:
+            return states(await self.client.get("/ready"), role) == expected
+
+        await until(seen)
+
     async def metric(self, name: str) -> float:
         """The value of one series, 0 where it was never touched."""
         lines = (await self.client.get("/metrics")).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name)
+
+
+def states(ready: httpx.Response, role: str) -> list[bool]:
+    return [one["ready"] for one in ready.json()["roles"][role]]
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that can only be seen from outside; the test's own time limit ends it."""
+    while not await holds():  # noqa: ASYNC110 - the other side is another server
+        await asyncio.sleep(0.01)
 
 
 def body(*parts: Any, **fields: Any) -> dict[str, Any]:
