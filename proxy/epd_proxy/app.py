@@ -17,11 +17,11 @@ from epd_proxy.asgi import Message, Receive, Scope, Send, request_id
 from epd_proxy.chat import ChatCompletions
 from epd_proxy.config import Config
 from epd_proxy.encoders import Encoders
-from epd_proxy.errors import ProxyError, Unavailable
+from epd_proxy.errors import ProxyError
 from epd_proxy.http1 import UpstreamError
 from epd_proxy.metrics import Metrics
 from epd_proxy.pds import Pds
-from epd_proxy.pool import Instance, Lease
+from epd_proxy.pool import Instance
 from epd_proxy.primers import Primers
 from epd_proxy.prober import Prober
 from epd_proxy.upstream import CHAT_PATH, MAX_ANSWER, Role, call_headers
@@ -91,13 +91,10 @@ class Proxy:
     async def _models(self, request: Request) -> PlainResponse:
         """The models of a PD, as it lists them."""
         role = self.pd_role
-        instance = role.pool.pick()
-        if instance is None:
-            raise Unavailable("pd", "is ready")
         authorization = request.headers.get("authorization")
         headers = call_headers(request.state.request_id, authorization.encode() if authorization else None)
 
-        async def attempt(instance: Instance) -> PlainResponse:
+        async def attempt(instance: Instance, _: bool) -> PlainResponse:
             try:
                 async with asyncio.timeout(self._limits.idle):
                     with await role.client.request(instance.origin, "GET", "/v1/models", headers) as reply:
@@ -108,7 +105,7 @@ class Proxy:
             except UpstreamError as error:
                 raise role.broken(instance, error) from error
 
-        lease = Lease(instance)
+        lease = role.lease()
         try:
             return await role.call(lease, request.state.request_id, attempt)
         finally:

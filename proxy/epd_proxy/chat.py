@@ -10,12 +10,11 @@ from epd_proxy.asgi import ClientGone, Receive, Response, Scope, Send, read_body
 from epd_proxy.config import Limits
 from epd_proxy.encoders import PrimerCall
 from epd_proxy.errors import BadRequest, EcMiss, EngineAnswer, ProxyError, Unavailable
-from epd_proxy.http1 import Reply, UpstreamError
+from epd_proxy.http1 import UpstreamError
 from epd_proxy.jsonbody import Chunks, JsonBody
 from epd_proxy.media import ChatBody, digest, key_text, read_chat, rewrite
 from epd_proxy.metrics import Metrics
-from epd_proxy.pds import Missed, PdCall, Pds
-from epd_proxy.pool import Lease
+from epd_proxy.pds import Missed, Opened, PdCall, Pds
 from epd_proxy.primers import Key, Primers
 from epd_proxy.sse import EventBuffer
 
@@ -68,25 +67,47 @@ class Course:
 
     async def run(self, receive: Receive) -> None:
         """Serve until the end, or until the client leaves, which cancels the calls made for it alone."""
-        try:
-            raw = await read_body(self._headers, receive, self._limits)
-        except ClientGone:
-            self._client_gone = True
-            return
-        except ProxyError as error:
-            await self.response.fail(error)
-            return
         serving = asyncio.current_task()
         assert serving is not None
-        watch = asyncio.get_running_loop().create_task(self._watch(receive, serving))
         try:
-            await self._answer_or_fail(raw)
+            await self._answer_or_fail(receive, serving)
+        except ClientGone:
+            self._client_gone = True
         except asyncio.CancelledError:
             if not self._client_gone:
                 stopping = ProxyError(503, "the proxy is shutting down", code="shutting_down", retry_after=1)
                 await self.response.fail(stopping)
                 raise
             serving.uncancel()
+
+    async def _answer_or_fail(self, receive: Receive, serving: asyncio.Task[None]) -> None:
+        try:
+            await self._answer(receive, serving)
+        except ProxyError as error:
+            await self.response.fail(error)
+        except EngineAnswer as answer:
+            await self.response.whole(answer.status, answer.headers, answer.body)
+        except ClientGone:
+            raise
+        except Exception:  # noqa: BLE001 - the last line: a defect of ours still ends in an answer
+            logs.failure("internal_error", request_id=self._id)
+            await self.response.fail(ProxyError(500, "internal error of the proxy", code="internal_error"))
+
+    async def _answer(self, receive: Receive, serving: asyncio.Task[None]) -> None:
+        # No variable here holds the body: its megabytes go as soon as the answer has begun.
+        opening = self._open(await read_body(self._headers, receive, self._limits))
+        watch = asyncio.get_running_loop().create_task(self._watch(receive, serving))
+        try:
+            with await opening as opened:
+                waited = time.perf_counter() - self._began
+                self._home.metrics.ttft.observe(waited)
+                self._facts |= {"ttft_s": round(waited, 6), "pd": opened.lease.instance.origin.url}
+                reply = opened.reply
+                if opened.events is None:
+                    await self.response.whole(reply.status, reply.headers, opened.head)
+                else:
+                    await self.response.start(reply.status, reply.headers)
+                    await self._relay(opened, opened.events)
         finally:
             watch.cancel()
 
@@ -96,34 +117,21 @@ class Course:
         self._client_gone = True
         serving.cancel()
 
-    async def _answer_or_fail(self, raw: bytes) -> None:
-        try:
-            await self._answer(raw)
-        except ProxyError as error:
-            await self.response.fail(error)
-        except EngineAnswer as answer:
-            await self.response.whole(answer.status, answer.headers, answer.body)
-        except Exception:  # noqa: BLE001 - the last line: a defect of ours still ends in an answer
-            logs.failure("internal_error", request_id=self._id)
-            await self.response.fail(ProxyError(500, "internal error of the proxy", code="internal_error"))
-
-    async def _answer(self, raw: bytes) -> None:
+    async def _open(self, raw: bytes) -> Opened:
         try:
             body = JsonBody(raw)
         except ValueError as error:
             raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from None
         chat = read_chat(body.doc, self._limits.max_items)
         if chat.items:
-            await self._answer_media(body, chat)
-            return
-        unchanged = not chat.has_uuid
-        chunks: Chunks = [raw] if unchanged else _render(body, rewrite(body.doc, (), ())[0])
+            return await self._open_media(body, chat)
+        chunks: Chunks = _render(body, rewrite(body.doc, (), ())[0]) if chat.has_uuid else [raw]
         try:
-            await self._ask_pd(chunks, chat.stream, metadata_only=False)
+            return await self._ask_pd(chunks, chat.stream, metadata_only=False)
         except Missed:
             raise EcMiss from None
 
-    async def _answer_media(self, body: JsonBody, chat: ChatBody) -> None:
+    async def _open_media(self, body: JsonBody, chat: ChatBody) -> Opened:
         self._facts["items"] = len(chat.items)
         if not self._home.pds.role.pool.ready():
             raise Unavailable("pd", "is ready")
@@ -136,55 +144,48 @@ class Course:
             self._facts["primer_s"] = _since(began)
             document, metadata_only = rewrite(body.doc, chat.items, primed)
             try:
-                await self._ask_pd(_render(body, document), chat.stream, metadata_only)
-                return
+                return await self._ask_pd(_render(body, document), chat.stream, metadata_only)
             except Missed:
                 logs.warning("ec_miss", request_id=self._id, again=fresh)
                 if not fresh:
                     self._home.metrics.reprimes.inc()
         raise EcMiss
 
-    async def _ask_pd(self, chunks: Chunks, stream: bool, metadata_only: bool) -> None:
+    async def _ask_pd(self, chunks: Chunks, stream: bool, metadata_only: bool) -> Opened:
         self._stage = "pd"
-        pds = self._home.pds
-        instance = pds.role.pool.pick()
-        if instance is None:
-            raise Unavailable("pd", "is ready")
-        call = PdCall(chunks, self._id, self._headers.get(b"authorization"), stream, metadata_only)
-        lease = Lease(instance)
-        try:
-            opened = await pds.open(call, lease)
-            with opened.reply as reply:
-                self._facts["ttft_s"] = _since(self._began)
-                self._home.metrics.ttft.observe(time.perf_counter() - self._began)
-                if opened.events is None:
-                    await self.response.whole(reply.status, reply.headers, opened.head)
-                else:
-                    await self.response.start(reply.status, reply.headers)
-                    await self.response.write(opened.head)
-                    await self._relay(reply, opened.events, lease)
-        finally:
-            lease.release()
+        authorization = self._headers.get(b"authorization")
+        return await self._home.pds.open(PdCall(chunks, self._id, authorization, stream, metadata_only))
 
-    async def _relay(self, reply: Reply, events: EventBuffer, lease: Lease) -> None:
-        """Pass the rest of a stream on as it comes; a stream that breaks off ends with an error event."""
-        loop = asyncio.get_running_loop()
-        idle = self._limits.idle
-        role = self._home.pds.role
+    async def _relay(self, opened: Opened, events: EventBuffer) -> None:
+        """Pass a stream on as it comes; one that breaks off ends with an error event.
+
+        Raises ProxyError when the PD is at fault, ClientGone when the client no longer reads.
+        """
+        role, instance = self._home.pds.role, opened.lease.instance
+        loop, idle = asyncio.get_running_loop(), self._limits.idle
+        writing = True
         try:
             async with asyncio.timeout(idle) as limit:
-                while data := await reply.chunk():
-                    if whole := events.feed(data):
+                whole = opened.head
+                while True:
+                    if whole:
                         await self.response.write(whole)
+                    writing = False
                     limit.reschedule(loop.time() + idle)
+                    data = await opened.reply.chunk()
+                    writing = True
+                    if not data:
+                        break
+                    whole = events.feed(data)
                 await self.response.end(events.flush())
+                return
         except TimeoutError:
-            failed = role.timed_out(lease.instance, "between two events", idle)
+            if writing:
+                raise ClientGone from None
+            failed = role.timed_out(instance, "between two events", idle)
         except UpstreamError as error:
-            failed = role.broken(lease.instance, error)
-        else:
-            return
-        role.report(lease.instance, failed.kind, str(failed.final), self._id)
+            failed = role.broken(instance, error)
+        role.report(instance, failed, self._id)
         raise failed.final
 
     def record(self) -> None:

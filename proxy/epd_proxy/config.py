@@ -41,6 +41,7 @@ class Origin:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL such as http://127.0.0.1:8001")
+        parts.hostname.encode("idna")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
             raise ValueError(f"{url!r} must be scheme, host and port only, such as http://127.0.0.1:8001")
         tls = parts.scheme == "https"

@@ -47,10 +47,10 @@ class Encoders:
         body = call.body.render(primer_doc(call.body.doc, items))
         deadline = asyncio.get_running_loop().time() + self._limits.primer
 
-        async def attempt(instance: Instance) -> list[Primed]:
+        async def attempt(instance: Instance, another_may_follow: bool) -> list[Primed]:
             left = deadline - asyncio.get_running_loop().time()
             # A hanging encoder leaves half of the time to the next one.
-            budget = left / 2 if self.role.spare(instance) else left
+            budget = left / 2 if another_may_follow else left
             self._metrics.primers.inc()
             with self._metrics.primer_seconds.time():
                 answer = await self._post(instance, call, body, budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
@@ -31,16 +32,25 @@ class PdCall:
     metadata_only: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Opened:
     """An answer that has begun: `head` is the whole body, or the first events of a stream.
 
-    For a stream `events` holds what is still incomplete, and `reply` has the rest.
+    For a stream `events` holds what is still incomplete, and `reply` has the rest. A context manager: leaving
+    it releases the PD, and cuts a stream that is not over.
     """
 
-    reply: Reply
-    head: bytes
-    events: EventBuffer | None
+    def __init__(self, reply: Reply, head: bytes, events: EventBuffer | None) -> None:
+        self.reply = reply
+        self.head = head
+        self.events = events
+        self.lease: Lease
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reply.close()
+        self.lease.release()
 
 
 class Pds:
@@ -50,14 +60,21 @@ class Pds:
         self.role = role
         self._limits = limits
 
-    async def open(self, call: PdCall, lease: Lease) -> Opened:
-        """Send to the leased PD, or another one after it, until the answer has begun.
+    async def open(self, call: PdCall) -> Opened:
+        """Send to a PD, or to another one after it, until the answer has begun.
 
-        The caller closes `reply`. Raises Missed, EngineAnswer with an engine's own error, or ProxyError.
+        Raises Missed, EngineAnswer with an engine's own error, or ProxyError.
         """
-        return await self.role.call(lease, call.request_id, lambda instance: self._attempt(instance, call))
+        lease = self.role.lease()
+        try:
+            opened = await self.role.call(lease, call.request_id, partial(self._attempt, call))
+        except BaseException:
+            lease.release()
+            raise
+        opened.lease = lease
+        return opened
 
-    async def _attempt(self, instance: Instance, call: PdCall) -> Opened:
+    async def _attempt(self, call: PdCall, instance: Instance, _: bool) -> Opened:
         limit = self._limits.first_token if call.stream else self._limits.answer
         headers = call_headers(call.request_id, call.authorization)
         try:
@@ -71,17 +88,17 @@ class Pds:
         except TimeoutError:
             # Not repeated: the PD may be at work on it, and a second one would double the load.
             failed = self.role.timed_out(instance, "first token" if call.stream else "answer", limit)
-            self.role.report(instance, failed.kind, str(failed.final), call.request_id)
+            self.role.report(instance, failed, call.request_id)
             raise failed.final from None
         except UpstreamError as error:
             failed = self.role.broken(instance, error)
             if not isinstance(error, Disconnected):
                 raise failed from error
             if call.metadata_only:
-                self.role.report(instance, failed.kind, str(failed.final), call.request_id)
+                self.role.report(instance, failed, call.request_id)
                 raise Missed from error
             if error.started:
-                self.role.report(instance, failed.kind, str(failed.final), call.request_id)
+                self.role.report(instance, failed, call.request_id)
                 raise failed.final from error
             raise failed from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,10 @@ class Instance:
     ready: bool = False
     reason: str = "not probed yet"
     outstanding: int = 0
-    failures: int = field(default=0, repr=False)
+    failures: int = 0
     """Counts lost connections, so that a probe begun before one cannot declare the instance ready."""
+    trouble: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Set when a connection was lost: whoever probes need not wait."""
 
 
 class Pool:
@@ -55,6 +58,7 @@ class Pool:
     def lost(self, instance: Instance, reason: str) -> None:
         """A connection failed: no traffic until a probe that starts from now on succeeds."""
         instance.failures += 1
+        instance.trouble.set()
         instance.ready, instance.reason = False, reason
 
     def probed(self, instance: Instance, failures: int, ready: bool, reason: str) -> None:

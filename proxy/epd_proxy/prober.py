@@ -36,7 +36,11 @@ class Prober:
 
     async def _watch(self, role: Role, instance: Instance) -> None:
         while instance in role.pool:
-            await asyncio.sleep(UP_SECONDS if instance.ready else DOWN_SECONDS)
+            if instance.ready:
+                await _within(UP_SECONDS, instance.trouble)
+            else:
+                await asyncio.sleep(DOWN_SECONDS)
+            instance.trouble.clear()
             await self._probe(role, instance)
 
     async def _probe(self, role: Role, instance: Instance) -> None:
@@ -52,6 +56,14 @@ class Prober:
                 ready=instance.ready,
                 reason=instance.reason,
             )
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
 
 
 async def probe(client: Client, instance: Instance) -> tuple[bool, str]:

@@ -46,41 +46,47 @@ class Role:
         self.client = Client(connect_timeout)
         self._metrics = metrics
 
-    async def call(self, lease: Lease, request_id: str, attempt: Callable[[Instance], Awaitable[T]]) -> T:
+    def lease(self, size: int = 1) -> Lease:
+        """The instance for the next piece of work. Raises Unavailable when none is ready."""
+        instance = self.pool.pick()
+        if instance is None:
+            raise Unavailable(self.name, "is ready")
+        return Lease(instance, size)
+
+    async def call(
+        self, lease: Lease, request_id: str, attempt: Callable[[Instance, bool], Awaitable[T]]
+    ) -> T:
         """Run `attempt` on the leased instance, and after `Failed` on others; the lease moves along.
 
-        At most three instances are tried, and only one after an instance that may have seen the request.
-        Raises the last attempt's final error.
+        At most three instances are tried, and only one after an instance that may have seen the request;
+        `attempt` is told whether another one may follow. Raises the last attempt's final error.
         """
         tried: list[Instance] = []
-        sent = 0
+        sent = False
         while True:
             tried.append(lease.instance)
+            follows = not sent and len(tried) < _MAX_TRIED and self.pool.pick(tried) is not None
             try:
-                return await attempt(lease.instance)
+                return await attempt(lease.instance, follows)
             except Failed as failure:
-                self.report(lease.instance, failure.kind, str(failure.final), request_id)
-                sent += failure.sent
-                spare = self.pool.pick(tried) if len(tried) < _MAX_TRIED and sent < 2 else None
+                self.report(lease.instance, failure, request_id)
+                spare = None if sent or len(tried) == _MAX_TRIED else self.pool.pick(tried)
+                sent = sent or failure.sent
                 if spare is None:
                     raise failure.final from None
                 self._metrics.retries.labels(self.name).inc()
                 lease.move(spare)
 
-    def spare(self, instance: Instance) -> bool:
-        """Whether another instance could take over."""
-        return self.pool.pick((instance,)) is not None
-
-    def report(self, instance: Instance, kind: str, reason: str, request_id: str) -> None:
+    def report(self, instance: Instance, failure: Failed, request_id: str) -> None:
         """Count and log a failed call."""
-        self._metrics.upstream_errors.labels(self.name, kind).inc()
+        self._metrics.upstream_errors.labels(self.name, failure.kind).inc()
         logs.warning(
             "upstream_error",
             request_id=request_id,
             role=self.name,
             instance=instance.origin.url,
-            kind=kind,
-            reason=reason,
+            kind=failure.kind,
+            reason=str(failure.final),
         )
 
     def broken(self, instance: Instance, error: UpstreamError) -> Failed:

@@ -358,6 +358,24 @@ class _Endless:
             yield event(content="x" * 1000)
 
 
+async def test_a_client_that_stops_reading_frees_the_pd_and_its_place(setup: MakeSetup):
+    async def endless(call):
+        return await stream(call, _Endless())
+
+    s = await setup(idle=0.3)
+    s.pds[0].script.append(endless)
+    raw = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
+    _, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port, limit=1)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+    )
+    await s.pds[0].wait_cut()
+    await s.until_metric('epd_proxy_requests_total{stage="pd",status="499"}', 1)
+    assert await s.metric("epd_proxy_in_flight") == 0
+    assert await s.metric('epd_proxy_upstream_errors_total{kind="timeout",role="pd"}') == 0
+    writer.close()
+
+
 async def test_a_client_that_leaves_before_the_answer_frees_the_pd(setup: MakeSetup):
     s = await setup()
     s.pds[0].script.append(hangs)
