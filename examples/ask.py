@@ -7,10 +7,11 @@ python examples/ask.py --question "What digits are these?" FIRST.png SECOND.png
 import argparse
 import base64
 import mimetypes
+import sys
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 def main() -> None:
@@ -22,18 +23,28 @@ def main() -> None:
     several = len(options.pictures) > 1
     question = options.question or ("What digits are these?" if several else "What digit is this?")
 
-    client = OpenAI(base_url=options.url, api_key="none is needed")
-    content: list[Any] = [image_part(picture) for picture in options.pictures]
+    try:
+        answer = ask(options.url, question, options.pictures)
+    except OpenAIError as error:
+        sys.exit(f"{options.url} gives no answer: {error}")
+    print(f"question  {question}")
+    for picture in options.pictures:
+        print(f"picture   {picture}")
+    print(f"answer    {answer}")
+
+
+def ask(url: str, question: str, pictures: list[Path]) -> str | None:
+    """The answer to a question about pictures."""
+    client = OpenAI(base_url=url, api_key="none is needed")
+    content: list[Any] = [image_part(picture) for picture in pictures]
     content.append({"type": "text", "text": question})
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": content}],
         temperature=0,
+        max_tokens=64,
     )
-    print(f"question  {question}")
-    for picture in options.pictures:
-        print(f"picture   {picture}")
-    print(f"answer    {answer.choices[0].message.content}")
+    return answer.choices[0].message.content
 
 
 def image_part(picture: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def up(
     if sys.platform != "linux":
         raise LocalError("`epd up` needs Linux: it finds what a killed run left behind by way of /proc")
     deployment = _load(file)
-    name = _check_name(name) if name else deployment.metadata.name
+    name = deployment.metadata.name if name is None else _check_name(name)
     base = Path.cwd() if str(file) == "-" else file.resolve().parent
     options = UpOptions(host=host, port=port, store=store)
     if not detach:

@@ -14,7 +14,8 @@ _FOLLOW_PAUSE_S = 0.1
 class LogFile:
     """Takes bytes as a process writes them and keeps whole lines behind a prefix.
 
-    When the file has reached its bound it becomes `<path>.old`, in place of the one before.
+    When the file has reached its bound it becomes `<path>.old`, in place of the one before. Lines that
+    find no room on the disk are lost: the process must not stand still because nobody reads it.
     """
 
     def __init__(self, path: Path, prefix: str, rotate_at: int = _ROTATE_AT_BYTES) -> None:
@@ -22,21 +23,24 @@ class LogFile:
         self._prefix = prefix.encode() + b" | "
         self._rotate_at = rotate_at
         self._rest = b""
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
         """Adds what was read from the process."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self._rotate_at // 4:  # a line without end must not fill memory
             lines, self._rest = [*lines, self._rest], b""
-        if not lines:
-            return
-        self._file.write(b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
-        self._file.flush()
-        if self._file.tell() >= self._rotate_at:
-            self._file.close()
-            self.path.rename(self.path.with_name(self.path.name + ".old"))
-            self._file = self.path.open("ab")
+        try:
+            self._file.write(b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
+            if self._file.tell() >= self._rotate_at:
+                self._rotate()
+        except OSError:
+            pass
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self.path.rename(self.path.with_name(self.path.name + ".old"))
+        self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Writes a last line that has no end."""

@@ -105,7 +105,9 @@ def _engine(
 
 
 def _proxy(deployment: EPDDeployment, engines: Sequence[ProcessSpec], machine: Machine) -> ProcessSpec:
+    drain = duration_seconds(deployment.spec.proxy.drain_timeout)
     argv = [machine.proxy, "--host", machine.host, "--port", str(machine.proxy_port)]
+    argv += ["--drain-timeout", f"{drain:g}"]
     for engine in engines:
         argv += [f"--{engine.role}", engine.url]
     # A wildcard is no address to talk to.

@@ -18,6 +18,8 @@ from .state import Phase, ProcessState
 _STARTING_INTERVAL_S = 0.1
 _RUNNING_INTERVAL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
+# Beyond the drain timeout, for a process that keeps to it and then ends by itself.
+_KILL_GRACE_S = 2.0
 _STEADY_S = 10.0
 _LAST_WORDS_S = 1.0
 _TAIL_LINES = 25
@@ -89,7 +91,9 @@ class ManagedProcess:
             self._signal(signal.SIGTERM)
             exited, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
             await asyncio.wait(
-                {exited, hurried}, timeout=self.spec.drain_timeout, return_when=asyncio.FIRST_COMPLETED
+                {exited, hurried},
+                timeout=self.spec.drain_timeout + _KILL_GRACE_S,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             hurried.cancel()
             self._signal(signal.SIGKILL)  # also for children that outlived it

@@ -36,17 +36,20 @@ def progress_on(console: Console) -> "Progress":
 class LineProgress:
     """One line for each change."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, said: DeploymentState | None = None) -> None:
+        """`said`: a state that the person knows already."""
         self._console = console
-        self._shown: dict[str, tuple[Phase, str]] = {}
+        self._said = (
+            {process.name: (process.phase, process.note) for process in said.processes} if said else {}
+        )
         self._since: dict[str, float] = {}
 
     def update(self, state: DeploymentState) -> None:
         """Prints what has changed since the last call."""
         for process in state.processes:
             now = (process.phase, process.note)
-            if self._shown.get(process.name) != now:
-                self._shown[process.name] = now
+            if self._said.get(process.name) != now:
+                self._said[process.name] = now
                 self._print(process)
 
     def close(self) -> None:
@@ -72,6 +75,7 @@ class LiveProgress:
         self._console = console
         self._started = time.monotonic()
         self._ready_at: dict[str, float] = {}
+        self._state: DeploymentState | None = None
         # Redrawn by `update` alone: a thread of rich's would live on in every child between fork and exec.
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
@@ -81,13 +85,14 @@ class LiveProgress:
         if self._lines is not None:
             self._lines.update(state)
         else:
+            self._state = state
             self._live.update(Group(*(self._row(process) for process in state.processes)), refresh=True)
 
     def close(self) -> None:
         """Leaves the table on the screen."""
         if self._lines is None:
             self._live.stop()
-            self._lines = LineProgress(self._console)
+            self._lines = LineProgress(self._console, self._state)
 
     def _row(self, process: ProcessState) -> Table:
         row = Table.grid(padding=(0, 1))

@@ -129,8 +129,12 @@ class Supervisor:
         self._changed()
 
     def _changed(self) -> None:
-        write_state(self._directory.state, self.state)
-        self._progress.update(self.state)
+        try:
+            write_state(self._directory.state, self.state)
+            self._progress.update(self.state)
+        except OSError:
+            # A full disk is no reason to stop serving; the next change is written again.
+            pass
 
 
 async def _set(event: asyncio.Event) -> None:

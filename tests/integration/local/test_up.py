@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from tests.integration.local.epd_runner import REPOSITORY, Epd, until
+from tests.integration.local.epd_runner import Epd, until
 
 
 @pytest.fixture
@@ -40,6 +40,19 @@ class Document:
             )
         )
         return self.path
+
+
+def up(epd: Epd, document: Document) -> dict[str, Any]:
+    """Runs a deployment in the foreground, and its state when all is ready."""
+    epd.start("up", "-f", document.path, "--port", "0")
+    return epd.until_ready()
+
+
+def end(epd: Epd) -> None:
+    """Ends it as a service manager would."""
+    epd.started[0].terminate()
+    assert epd.started[0].wait() == 0
+    epd.assert_nothing_left()
 
 
 def env(**variables: str | Path) -> list[dict[str, str]]:
@@ -153,8 +166,7 @@ def test_a_process_that_is_killed_is_started_again_at_its_address(epd: Epd, docu
 def test_a_process_that_dies_again_and_again_is_said_to_and_the_others_go_on(
     epd: Epd, document: Document
 ) -> None:
-    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
-    before = epd.until_ready()
+    before = up(epd, document)
     for restarts in range(1, 4):
         pid = until(lambda: named(epd.state(), "pd-0")["pid"], "pd-0 runs")
         os.kill(pid, signal.SIGKILL)
@@ -162,6 +174,24 @@ def test_a_process_that_dies_again_and_again_is_said_to_and_the_others_go_on(
     assert "again and again; see `epd logs pd-0`" in named(epd.state(), "pd-0")["note"]
     after = epd.until_ready()
     assert named(after, "encoder-0") == named(before, "encoder-0")
+
+
+def test_a_disk_that_takes_no_more_state_does_not_stop_the_serving(epd: Epd, document: Document) -> None:
+    state = up(epd, document)
+    encoder = named(state, "encoder-0")
+    Path(state["directory"], "state.tmp").mkdir()  # nothing can be written there now
+    os.kill(encoder["pid"], signal.SIGKILL)
+    until(lambda: not _alive({encoder["pid"]}), "the encoder is gone")
+    until(lambda: _answers(f"http://127.0.0.1:{encoder['port']}/ready"), "it is started again")
+    end(epd)
+
+
+def _answers(url: str) -> bool:
+    try:
+        get(url)
+    except OSError:
+        return False
+    return True
 
 
 def test_logs_can_be_followed_until_the_end(epd: Epd, document: Document) -> None:
@@ -199,9 +229,8 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_drain_timeout(
     epd: Epd, document: Document
 ) -> None:
     document.write(pd={"env": env(STANDIN_STUBBORN="1"), "drainTimeout": "200ms"})
-    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
-    assert epd.run("down").returncode == 0
-    epd.assert_nothing_left()
+    up(epd, document)
+    end(epd)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_drain_timeout(epd: Epd, document: Document) -> None:
@@ -281,28 +310,3 @@ def test_two_deployments_side_by_side_and_a_store_that_is_kept(
     assert epd.run("down", "--name", "two").stdout == "two is not running\n"
     epd.assert_nothing_left()
     assert (store / "ec_producer-was-here").exists()
-    refused = epd.run("up", "-f", document.path, "--name", "../elsewhere")
-    assert refused.returncode == 1
-    assert "--name: must be" in refused.stderr
-
-
-def test_validate_says_each_problem_with_its_place(epd: Epd, document: Document) -> None:
-    fine = epd.run("validate", "-f", REPOSITORY / "examples" / "digits.yaml")
-    assert fine.returncode == 0
-    assert "digits is valid (encoder + pd, model digits-vl)" in fine.stdout
-    document.write(pd={"replicas": -1})
-    bad = epd.run("validate", "-f", document.path)
-    assert bad.returncode == 1
-    assert f"{document.path}:11:7: spec.roles.pd.replicas: must be 0 or more, got -1" in bad.stderr
-    missing = epd.run("validate", "-f", "nowhere.yaml")
-    assert missing.returncode == 1
-    assert "cannot read nowhere.yaml: No such file or directory" in missing.stderr
-
-
-def test_help_teaches(epd: Epd) -> None:
-    top = epd.run("--help").stdout
-    for command in ("validate", "up", "ps", "logs", "down"):
-        assert command in top
-    assert "epd up -f examples/digits.yaml" in top
-    assert "0 finds a free one" in " ".join(epd.run("up", "--help").stdout.replace("│", " ").split())
-    assert epd.run("--version").stdout.startswith("epd ")

@@ -47,6 +47,12 @@ def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     assert "y" * 200 in kept[0].read_text()
 
 
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    log = LogFile(Path("/dev/full"), "x")
+    log.write(b"a line\n")
+    log.close()
+
+
 def test_following_loses_no_line_over_rotation_and_ends_with_the_deployment(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log", "x", rotate_at=60)
     log.write(b"before\n")
@@ -154,6 +160,9 @@ def test_live_progress_becomes_lines_once_closed(state: DeploymentState) -> None
     table = out.getvalue()
     assert "pd-0" in table
     assert "ready" in table
+    progress.update(state)
     state.processes[0].phase = Phase.NOT_READY
     progress.update(state)
-    assert out.getvalue().removeprefix(table).split("\n")[0].startswith("pd-0       not ready")
+    assert out.getvalue().removeprefix(table) == "pd-0       not ready\n", (
+        "what the table says is not said again"
+    )

@@ -53,7 +53,7 @@ def test_each_role_gets_its_own_command_line_and_the_proxy_knows_them_all() -> N
     }
     assert json.loads(pd.argv[-1])["ec_role"] == "ec_consumer"
     assert proxy.argv == (
-        *("/bin/epd-proxy", "--host", "127.0.0.1", "--port", "8000"),
+        *("/bin/epd-proxy", "--host", "127.0.0.1", "--port", "8000", "--drain-timeout", "30"),
         *("--encoder", "http://127.0.0.1:1001", "--encoder", "http://127.0.0.1:1002"),
         *("--pd", "http://127.0.0.1:1003"),
     )

@@ -10,6 +10,7 @@ import urllib.request
 parser = argparse.ArgumentParser()
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--drain-timeout", type=float, required=True)
 parser.add_argument("--encoder", action="append", required=True)
 parser.add_argument("--pd", action="append", required=True)
 options = parser.parse_args()
