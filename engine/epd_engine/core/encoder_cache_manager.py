@@ -8,12 +8,12 @@ released first), so that a repeated picture costs nothing.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from epd_engine.core.request import Request
+from epd_engine.core.request import MediaItem, Request
 
 
 @dataclass
 class _Entry:
-    num_embeds: int
+    item: MediaItem
     # One reference per occurrence: a picture twice in one request is two.
     references: set[tuple[str, int]] = field(default_factory=set)
 
@@ -35,7 +35,12 @@ class EncoderCacheManager:
 
     @property
     def num_referenced(self) -> int:
-        return sum(e.num_embeds for e in self._entries.values() if e.references)
+        return sum(e.item.num_embeds for e in self._entries.values() if e.references)
+
+    def conflicts(self, item: MediaItem) -> bool:
+        """Whether another size or placement is resident under this key: one of the two is a lie."""
+        entry = self._entries.get(item.mm_hash)
+        return entry is not None and not entry.item.is_same_media(item)
 
     def reference_if_cached(self, request: Request, index: int) -> bool:
         """Takes a reference for this occurrence where the item is resident."""
@@ -50,13 +55,13 @@ class EncoderCacheManager:
         """Makes the item resident with one reference, evicting what nobody references. All or nothing."""
         item = request.media[index]
         assert item.mm_hash not in self._entries, "resident items are referenced, not allocated"
-        freeable = sum(self._entries[key].num_embeds for key in self._freeable)
+        freeable = sum(self._entries[key].item.num_embeds for key in self._freeable)
         if item.num_embeds > self.capacity - self._used + freeable:
             return False
         while item.num_embeds > self.capacity - self._used:
             key, _ = self._freeable.popitem(last=False)
             self._forget(key)
-        self._entries[item.mm_hash] = _Entry(item.num_embeds, {(request.request_id, index)})
+        self._entries[item.mm_hash] = _Entry(item, {(request.request_id, index)})
         self._used += item.num_embeds
         return True
 
@@ -87,5 +92,5 @@ class EncoderCacheManager:
         return freed
 
     def _forget(self, key: str) -> None:
-        self._used -= self._entries.pop(key).num_embeds
+        self._used -= self._entries.pop(key).item.num_embeds
         self._freed.append(key)

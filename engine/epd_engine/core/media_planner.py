@@ -47,6 +47,8 @@ class MediaPlanner:
 
     def place(self, request: Request, index: int, step: SchedulerOutput) -> Placement:
         """The three ways for a consumer's item. External loads take cache room but no compute budget."""
+        if self.cache.conflicts(request.media[index]):
+            return Placement.MISSING
         if self.cache.reference_if_cached(request, index):
             return Placement.READY
         if self._in_store(request, index):

@@ -53,6 +53,14 @@ class MediaItem:
     def end(self) -> int:
         return self.offset + self.num_embeds
 
+    def is_same_media(self, other: "MediaItem") -> bool:
+        """Whether both occurrences say the same of what their key stands for."""
+        return (self.mm_hash, self.num_embeds, self.metadata) == (
+            other.mm_hash,
+            other.num_embeds,
+            other.metadata,
+        )
+
 
 @dataclass
 class Request:

@@ -51,6 +51,7 @@ class Expectation:
     num_embeds: int
     width: int
     dtype: torch.dtype | None = None
+    metadata: Mapping[str, Any] | None = None
 
     def check(self, header: EntryHeader) -> None:
         """Raises `EntryDamaged` with the first difference."""
@@ -59,6 +60,7 @@ class Expectation:
             ("number of embeddings", header.shape[0], self.num_embeds),
             ("width", header.shape[1], self.width),
             ("dtype", header.dtype, self.dtype),
+            ("placeholder metadata", header.metadata, self.metadata),
         ):
             if wanted is not None and found != wanted:
                 raise EntryDamaged(f"the entry's {name} is {found}, expected {wanted}")

@@ -33,8 +33,9 @@ class ECModelIdentity:
     width: int
     dtype: torch.dtype
 
-    def expectation(self, num_embeds: int) -> Expectation:
-        return Expectation(self.fingerprint, num_embeds, self.width, self.dtype)
+    def expectation(self, item: "MediaItem") -> Expectation:
+        """What an entry of `item` must be to be used."""
+        return Expectation(self.fingerprint, item.num_embeds, self.width, self.dtype, item.metadata)
 
 
 class ECConnectorMetadata:

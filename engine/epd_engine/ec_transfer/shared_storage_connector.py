@@ -77,7 +77,7 @@ class ECSharedStorageConnector(ECConnectorBase):
         try:
             self.store.probe(
                 item.mm_hash,
-                self.identity.expectation(item.num_embeds),
+                self.identity.expectation(item),
                 deep=self.config.is_encode_only,
             )
         except EntryMissing:
@@ -111,9 +111,7 @@ class ECSharedStorageConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         for key, item in self._bound.loads.items():
             try:
-                encoder_cache[key] = self.store.load(
-                    key, self.identity.expectation(item.num_embeds), self._device
-                )
+                encoder_cache[key] = self.store.load(key, self.identity.expectation(item), self._device)
             except StoreError as error:
                 log.warning("entry %s cannot be loaded: %s", key, error)
                 self._output.failed_recving[key] = str(error)

@@ -22,7 +22,8 @@ from epd_engine.worker.paged_attention import ATTENTION_NAME
 TOWER_PREFIXES = ("model.visual.", "visual.")
 LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 MAX_GRID_SIDE = 1 << 14
-IMAGE_OPTIONS = frozenset({"min_pixels", "max_pixels"})
+MAX_PIXELS = 16384 * 28 * 28  # the most that the family's own processor ever asks for
+PIXEL_OPTIONS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # to the names in `size`
 
 
 class _Language(nn.Module):
@@ -110,12 +111,9 @@ class Qwen2_5_VL(ModelFamily):
         self._tower = tower
 
     def process_image(self, image: Any, options: Mapping[str, Any]) -> ProcessedMedia:
-        if unknown := sorted(set(options) - IMAGE_OPTIONS):
-            raise MediaRefused(
-                f"mm_processor_kwargs: {unknown[0]!r} is not known; known are {sorted(IMAGE_OPTIONS)}"
-            )
+        size = self._image_size(options)
         try:
-            out = self._image_processor(images=[image], return_tensors="pt", **options)
+            out = self._image_processor(images=[image], return_tensors="pt", size=size)
         except (ValueError, TypeError) as error:  # such as an aspect ratio beyond the processor's limit
             raise MediaRefused(f"the image processor refuses this picture: {error}") from error
         grid = out["image_grid_thw"]
@@ -125,6 +123,20 @@ class Qwen2_5_VL(ModelFamily):
             metadata,
             self.num_embeds("image", metadata),
         )
+
+    def _image_size(self, options: Mapping[str, Any]) -> dict[str, int]:
+        """The processor's bounds in pixels, as a request may change them."""
+        size = {name: int(self._image_processor.size[edge]) for name, edge in PIXEL_OPTIONS.items()}
+        for name, value in options.items():
+            if name not in PIXEL_OPTIONS:
+                known = ", ".join(PIXEL_OPTIONS)
+                raise MediaRefused(f"mm_processor_kwargs: {name!r} is not known; known are {known}")
+            if type(value) is not int or not 1 <= value <= MAX_PIXELS:
+                raise MediaRefused(f"mm_processor_kwargs: {name} must be an integer from 1 to {MAX_PIXELS}")
+            size[name] = value
+        if size["min_pixels"] > size["max_pixels"]:
+            raise MediaRefused("mm_processor_kwargs: min_pixels exceeds max_pixels")
+        return {edge: size[name] for name, edge in PIXEL_OPTIONS.items()}
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:

@@ -25,7 +25,11 @@ def make(**changes: object) -> ECTransferConfig:
 )
 def test_roles(role: str, produces: bool, consumes: bool, encode_only: bool) -> None:
     config = make(ec_role=role)
-    assert (config.is_producer, config.is_consumer, config.is_encode_only) == (produces, consumes, encode_only)
+    assert (config.is_producer, config.is_consumer, config.is_encode_only) == (
+        produces,
+        consumes,
+        encode_only,
+    )
 
 
 def test_every_field_of_vllms_config_is_known() -> None:

@@ -50,6 +50,14 @@ def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     assert cache.reference_if_cached(b, 0)
 
 
+def test_a_key_that_is_claimed_with_another_size_is_told_apart() -> None:
+    cache = EncoderCacheManager(9)
+    assert cache.allocate(request("r", 9, [item("a", 0, 5)]), 0)
+    assert cache.conflicts(item("a", 2, 4))
+    assert not cache.conflicts(item("a", 2, 5))
+    assert not cache.conflicts(item("b", 2, 4))
+
+
 def test_an_item_that_never_came_is_forgotten_with_its_references() -> None:
     cache = EncoderCacheManager(9)
     a = request("r", 9, [item("a", 0, 5)])

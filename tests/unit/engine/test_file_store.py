@@ -164,6 +164,8 @@ class TestDamage:
         self.refused(store, "width", Expectation(FINGERPRINT, 6, 16, torch.float32))
         self.refused(store, "dtype", Expectation(FINGERPRINT, 6, 8, torch.bfloat16))
         self.refused(store, "fingerprint", Expectation("e" * 64, 6, 8, torch.float32))
+        grid = {"image_grid_thw": [1, 6, 4]}
+        self.refused(store, "placeholder metadata", Expectation(FINGERPRINT, 6, 8, None, grid))
 
     def test_a_directory_in_the_files_place(self, store: FileStore) -> None:
         path = store.path(KEY)

@@ -125,6 +125,17 @@ def test_an_item_that_is_nowhere_and_cannot_be_computed_is_a_retryable_miss(
     bench.assert_at_rest()
 
 
+def test_a_claim_that_differs_from_what_is_resident_is_a_miss_and_leaves_the_other_alone() -> None:
+    bench = Bench(stored={key("a")})
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4)], max_tokens=20))
+    bench.step()
+    bench.scheduler.add(request("s", 12, [item("a", 0, 6)]))
+    ends = bench.run()
+    assert ends["s"].error is not None
+    assert ends["s"].error.code == "ec_miss"
+    assert ends["r"].finish_reason is FinishReason.LENGTH
+
+
 def test_the_store_is_asked_once_per_item() -> None:
     """vllm#32585: not at every step while the request waits."""
     bench = Bench(stored={key("a"), key("b")}, cache=4)
@@ -188,9 +199,7 @@ def test_an_item_that_failed_to_encode_fails_its_request() -> None:
     bench = Bench(can_compute=True)
     bench.scheduler.add(request("r", 12, [item("a", 0, 4, pixels=True)]))
     step = bench.scheduler.schedule()
-    output = ModelRunnerOutput(
-        skipped={"r"}, encode_errors={key("a"): "NaN"}, ec_output=ECConnectorOutput()
-    )
+    output = ModelRunnerOutput(skipped={"r"}, encode_errors={key("a"): "NaN"}, ec_output=ECConnectorOutput())
     (update,) = bench.scheduler.update(step, output)
     assert update.error is not None
     assert update.error.code == "encoder_failed"
