@@ -61,11 +61,12 @@ def serve(oneshot: bool) -> int:
     answer = asked.stdout.rpartition("answer")[2].strip().lower().rstrip(".")
     right = asked.returncode == 0 and answer == PICTURE.stem
     if not right:
-        print(f"That is not right: {PICTURE.stem!r} was expected. See: epd logs --name {NAME}", flush=True)
+        print(f"That is not right: {PICTURE.stem!r} was expected.", flush=True)
     if oneshot:
         return 0 if right else 1
     print(f"Ask again, from another terminal:\n  {' '.join(ask)} PICTURE...")
-    print(f"or with any OpenAI client at {url}\n\nServing until Ctrl-C.", flush=True)
+    print(f"or with any OpenAI client at {url}")
+    print(f"What the engines say:  epd logs --name {NAME}\n\nServing until Ctrl-C.", flush=True)
     signal.pause()
     return 0
 

@@ -20,7 +20,7 @@ _PAUSE_S = 0.05
 def ps(name: str | None = None) -> list[DeploymentState]:
     """What runs, and what a killed `epd up` left."""
     states = []
-    for known in known_runs() if name is None else [name]:
+    for known in known_runs() if name is None else {name}.intersection(known_runs()):
         directory = RunDirectory(known)
         state = read_state(directory.state)
         if state is None:  # just beginning, or just over

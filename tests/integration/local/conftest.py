@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.integration.local.epd_runner import Epd, environment_with_standins, with_clean_end
 
 

@@ -17,7 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 STANDINS = Path(__file__).parent / "standins"
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -45,16 +45,25 @@ class Epd:
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs to the end."""
-        command = [self.python, "-m", "epd_operator", *arguments]
+        command = [self.python.with_name("epd"), *arguments]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Runs in the foreground while the test goes on."""
-        command = [self.python, "-m", "epd_operator", *arguments]
+        return self.start_command(self.python.with_name("epd"), *arguments)
+
+    def start_command(self, *command: str | Path) -> subprocess.Popen[str]:
+        """Runs another command in the same surroundings, in a process group of its own as a shell does."""
         process = subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+            preexec_fn=_heed_signals,
         )
         self.started.append(process)
         return process
@@ -102,6 +111,12 @@ class Epd:
         assert self.files() == []
 
 
+def _heed_signals() -> None:
+    """Undoes what a test run in the background or under nohup hands on: signals that are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def with_clean_end(epd: Epd) -> Iterator[Epd]:
     """Ends whatever a failed test has left running."""
     yield epd
@@ -118,6 +133,9 @@ def environment_with_standins(path: Path) -> Path:
     (path / "lib").symlink_to(Path(sys.prefix) / "lib")
     python = path / "bin" / "python"
     python.symlink_to(Path(sys.executable).resolve())
+    shutil.copy(Path(sys.executable).with_name("epd"), path / "bin")
+    entry = path / "bin" / "epd"
+    entry.write_text(f"#!{python}\n" + entry.read_text().partition("\n")[2])
     for name in ("engine", "proxy"):
         command = path / "bin" / f"epd-{name}"
         command.write_text(f"#!{python}\n{(STANDINS / f'{name}.py').read_text()}")

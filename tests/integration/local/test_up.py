@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
 from tests.integration.local.epd_runner import Epd, until
 
 

@@ -28,7 +28,8 @@ def engines_are_ready() -> bool:
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if engines_are_ready() else 503)
+        known = self.path in ("/health", "/ready")
+        self.send_response(404 if not known else 200 if engines_are_ready() else 503)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
