@@ -20,6 +20,7 @@ from epd_proxy.pool import Instance, Lease
 from epd_proxy.upstream import CHAT_PATH, MAX_ANSWER, Failed, Role, busy, call_headers
 
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,256}")
+_PRIMER_PLACE = re.compile(rb"messages\[0\]\.content\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Encoders:
             self._metrics.primers.inc()
             with self._metrics.primer_seconds.time():
                 answer = await self._post(instance, call, body, budget)
-            return self._primed(instance, answer, len(items))
+            return self._primed(instance, answer, items)
 
         primed = await self.role.call(lease, call.request_id, attempt)
         self._metrics.primed_items.inc(len(items))
@@ -73,18 +74,18 @@ class Encoders:
         except UpstreamError as error:
             raise self.role.broken(instance, error) from error
 
-    def _primed(self, instance: Instance, answer: EngineAnswer, count: int) -> list[Primed]:
+    def _primed(self, instance: Instance, answer: EngineAnswer, items: Sequence[MediaItem]) -> list[Primed]:
         where = f"encoder {instance.origin.url}"
         if answer.status == 200:
             try:
-                return read_primer_answer(answer.body, count)
+                return read_primer_answer(answer.body, len(items))
             except ValueError as error:
                 final = ProxyError(502, f"{where} gave a malformed answer: {error}", code="bad_primer_answer")
                 raise Failed(final, "malformed", sent=True) from None
         if answer.status in (429, 503):
             raise busy(answer)
-        if 400 <= answer.status < 500:
-            raise answer
+        if answer.blames_client:
+            raise EngineAnswer(answer.status, answer.headers, in_clients_places(answer.body, items))
         text = answer.body[:500].decode(errors="replace")
         final = ProxyError(502, f"{where} failed with status {answer.status}: {text}", code="encoder_error")
         raise Failed(final, f"status_{answer.status}", sent=True)
@@ -109,6 +110,16 @@ def read_primer_answer(body: bytes, count: int) -> list[Primed]:
     if len(covered) < count:
         raise ValueError(f"only {len(covered)} of {count} items are covered")
     return covered
+
+
+def in_clients_places(body: bytes, items: Sequence[MediaItem]) -> bytes:
+    """An encoder's refusal with the places of the primer's items turned into the client's places."""
+
+    def place(match: re.Match[bytes]) -> bytes:
+        index = int(match[1])
+        return str(items[index].place).encode() if index < len(items) else match[0]
+
+    return _PRIMER_PLACE.sub(place, body)
 
 
 def _read_entry(entry: Any) -> tuple[list[int], dict[str, Any]]:

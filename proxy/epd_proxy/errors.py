@@ -78,3 +78,8 @@ class EngineAnswer(Exception):
     status: int
     headers: Headers
     body: bytes
+
+    @property
+    def blames_client(self) -> bool:
+        """Whether another try with the same input would be refused again."""
+        return 400 <= self.status < 500 and self.status != 429

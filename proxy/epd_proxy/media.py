@@ -31,6 +31,9 @@ class Place:
     message: int
     part: int
 
+    def __str__(self) -> str:
+        return f"messages[{self.message}].content[{self.part}]"
+
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
@@ -102,27 +105,26 @@ def _check_fields(doc: Mapping[str, Any]) -> None:
 
 
 def _read_part(part: Any, place: Place) -> MediaItem | None:
-    param = f"messages[{place.message}].content[{place.part}]"
     if isinstance(part, str):
         return None
     if not isinstance(part, dict):
-        raise BadRequest("a content part must be an object", param)
+        raise BadRequest("a content part must be an object", str(place))
     kind = part.get("type")
     if not isinstance(kind, str):
-        raise BadRequest("a content part needs a type, a string", f"{param}.type")
+        raise BadRequest("a content part needs a type, a string", f"{place}.type")
     if kind in _INTERNAL_PARTS:
         raise BadRequest(
-            f"{kind} parts are internal to the deployment; send the media itself", f"{param}.type"
+            f"{kind} parts are internal to the deployment; send the media itself", f"{place}.type"
         )
     if kind not in MODALITIES:
         return None
     payload = part.get(kind)
     field = "data" if kind == "input_audio" else "url"
     if not isinstance(payload, dict):
-        raise BadRequest(f"{kind} must be an object with a {field}", f"{param}.{kind}")
+        raise BadRequest(f"{kind} must be an object with a {field}", f"{place}.{kind}")
     source = payload.get(field)
     if not isinstance(source, str) or not source:
-        raise BadRequest(f"{field} must be a non-empty string", f"{param}.{kind}.{field}")
+        raise BadRequest(f"{field} must be a non-empty string", f"{place}.{kind}.{field}")
     remote = field == "url" and not source.startswith("data:")
     return MediaItem(place, MODALITIES[kind], _without_uuid(part), remote)
 

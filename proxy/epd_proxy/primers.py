@@ -143,9 +143,9 @@ class Primers:
     async def _land(
         self, own: Iterable[_Flight], joined: Iterable[_Flight]
     ) -> tuple[dict[Key, Primed], set[Key]]:
-        """Answers of all flights, and the keys of others' flights that an encoder refused as a whole.
+        """Answers of all flights, and the keys of others' flights that an encoder refused.
 
-        Such a refusal may be about an item of the other request, so it says nothing about ours.
+        Such a refusal may be about an item that is not ours, and names places in the other request.
         """
         flights = {flight.task: flight for flight in (*own, *joined)}
         answers: dict[Key, Primed] = {}
@@ -161,7 +161,7 @@ class Primers:
                     error = task.exception()
                     if error is None:
                         answers |= zip(flight.keys, task.result(), strict=True)
-                    elif flight in joined and len(flight.keys) > 1 and isinstance(error, EngineAnswer):
+                    elif flight in joined and isinstance(error, EngineAnswer) and error.blames_client:
                         refused.update(flight.keys)
                     else:
                         raise error

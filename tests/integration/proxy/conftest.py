@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.proxy.harness import MakeSetup, Setup, serving
-from tests.integration.proxy.scripted import Engine, decode, encode
 
 from epd_proxy.app import Proxy
 from epd_proxy.config import Config, Limits, Origin
+from tests.integration.proxy.harness import MakeSetup, Setup, serving
+from tests.integration.proxy.scripted import Engine, decode, encode
 
 
 @pytest.fixture

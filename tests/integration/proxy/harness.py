@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import uvicorn
-from tests.integration.proxy.scripted import Engine
 
 from epd_proxy.app import Proxy
+from tests.integration.proxy.scripted import Engine
 
 
 @dataclass

@@ -7,6 +7,7 @@ import re
 
 import httpx
 import pytest
+
 from tests.integration.proxy.harness import MakeSetup, body, image, text
 from tests.integration.proxy.scripted import ANSWER, decode, encode, waits
 

@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 from aiohttp import web
+
 from tests.integration.proxy.harness import MakeSetup, image, states, text, until
 from tests.integration.proxy.scripted import (
     ANSWER,
@@ -17,6 +18,7 @@ from tests.integration.proxy.scripted import (
     answers,
     breaks_after,
     decode,
+    error_body,
     event,
     fails,
     hangs,
@@ -198,6 +200,24 @@ async def test_what_an_encoder_refuses_goes_back_unchanged(setup: MakeSetup, sta
     assert (answer.status_code, code(answer)) == (status, "bad_image")
     assert answer.json()["error"]["message"] == f"scripted {status}"
     assert [len(e.calls) for e in s.encoders] == [1, 0]
+
+
+async def test_a_refusal_names_the_place_in_the_clients_request(setup: MakeSetup):
+    async def refuses(call):
+        bad = error_body("messages[0].content[1].image_url.url: no picture", "invalid_media")
+        bad["error"]["param"] = "messages[0].content[1].image_url.url"
+        return web.json_response(bad, status=400)
+
+    s = await setup()
+    s.encoders[0].script.append(refuses)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [image("a"), text("and"), image("a"), image("bad")]},
+    ]
+    answer = await s.client.post("/v1/chat/completions", json={"messages": messages})
+    error = answer.json()["error"]
+    assert error["param"] == "messages[1].content[3].image_url.url"
+    assert error["message"] == "messages[1].content[3].image_url.url: no picture"
 
 
 async def test_a_lying_encoder_is_an_upstream_fault(setup: MakeSetup):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from tests.integration.proxy.harness import MakeSetup, Setup, image, text
 from tests.integration.proxy.scripted import Engine, encode, fails, metadata, mm_hash, primed, waits
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+
 from tests.integration.proxy.harness import body, image, text, until
 from tests.integration.proxy.scripted import DONE, ROLE, Engine, decode, encode, event, start_stream
 

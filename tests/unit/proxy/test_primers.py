@@ -136,12 +136,28 @@ async def test_a_failure_of_the_stage_is_shared_and_not_remembered(encoders, pri
     assert (await again)[0].mm_hash == "a-2"
 
 
-async def test_a_refusal_of_the_very_item_is_shared(encoders, primers):
-    tasks = [start(primers, "a"), start(primers, "a")]
+async def test_who_joined_a_refused_primer_asks_once_on_its_own(encoders, primers):
+    tasks = [start(primers, "a"), start(primers, "a"), start(primers, "a")]
     await settle()
-    encoders.calls[0][1].set_exception(EngineAnswer(400, [], b"{}"))
+    encoders.calls[0][1].set_exception(EngineAnswer(400, [], b"first"))
+    await settle()
+    encoders.calls[1][1].set_exception(EngineAnswer(400, [], b"second"))
+    encoders.calls[2][1].set_result("3")
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [result.status for result in results] == [400, 400]
+    assert [getattr(result, "body", result) for result in results] == [
+        b"first",
+        b"second",
+        [Primed("a-3", {"n": 1})],
+    ]
+    assert len(encoders.calls) == 3
+
+
+async def test_full_encoders_are_not_asked_again_by_those_who_joined(encoders, primers):
+    tasks = [start(primers, "a", "b"), start(primers, "a")]
+    await settle()
+    encoders.calls[0][1].set_exception(EngineAnswer(429, [], b"{}"))
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [result.status for result in results] == [429, 429]
     assert len(encoders.calls) == 1
 
 
