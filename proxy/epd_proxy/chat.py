@@ -84,14 +84,21 @@ class Course:
         try:
             await self._answer(receive, serving)
         except ProxyError as error:
-            await self.response.fail(error)
+            await self._fail(error)
         except EngineAnswer as answer:
             await self.response.whole(answer.status, answer.headers, answer.body)
         except ClientGone:
             raise
         except Exception:  # noqa: BLE001 - the last line: a defect of ours still ends in an answer
             logs.failure("internal_error", request_id=self._id)
-            await self.response.fail(ProxyError(500, "internal error of the proxy", code="internal_error"))
+            await self._fail(ProxyError(500, "internal error of the proxy", code="internal_error"))
+
+    async def _fail(self, error: ProxyError) -> None:
+        try:
+            async with asyncio.timeout(self._limits.idle):
+                await self.response.fail(error)
+        except TimeoutError:
+            raise ClientGone from None  # it does not even read the error
 
     async def _answer(self, receive: Receive, serving: asyncio.Task[None]) -> None:
         # No variable here holds the body: its megabytes go as soon as the answer has begun.

@@ -396,13 +396,16 @@ async def test_a_client_that_stops_reading_frees_the_pd_and_its_place(setup: Mak
     writer.close()
 
 
-async def test_a_client_that_leaves_before_the_answer_frees_the_pd(setup: MakeSetup):
+async def test_a_client_that_leaves_before_the_answer_frees_the_pd_without_ado(setup: MakeSetup, caplog):
     s = await setup()
     s.pds[0].script.append(hangs)
     request = asyncio.create_task(s.chat(text("hi")))
     await s.pds[0].wait_calls(1)
     request.cancel()
     await s.pds[0].wait_cut()
+    await s.until_metric('epd_proxy_requests_total{stage="pd",status="499"}', 1)
+    assert (await s.chat(text("hi"))).content == ANSWER
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_an_unready_pd_gets_no_traffic(setup: MakeSetup):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+
+from epd_proxy.jsonbody import JsonBody
 from tests.integration.proxy.harness import MakeSetup, body, image, text
-from tests.integration.proxy.scripted import ANSWER, STREAM, metadata, mm_hash
+from tests.integration.proxy.scripted import ANSWER, STREAM, metadata, mm_hash, start_stream
 
 
 async def test_a_picture_reaches_the_pd_as_metadata_and_the_answer_comes_back_unchanged(setup: MakeSetup):
@@ -30,6 +34,27 @@ async def test_a_stream_passes_byte_for_byte(setup: MakeSetup):
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.content == b"".join(STREAM)
     assert s.pds[0].calls[0].body["stream"] is True
+
+
+async def test_the_body_is_let_go_once_the_answer_has_begun(setup: MakeSetup):
+    s = await setup()
+    gate = asyncio.Event()
+
+    async def two_steps(call):
+        response = await start_stream(call)
+        await response.write(STREAM[0] + STREAM[1])
+        await gate.wait()
+        return response
+
+    s.pds[0].script.append(two_steps)
+    request = body(text("What digit?"), image("A" * 100_000), stream=True)
+    async with s.client.stream("POST", "/v1/chat/completions", json=request) as answer:
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, JsonBody)]
+        gate.set()
+        assert [piece async for piece in pieces] == []
 
 
 async def test_text_goes_straight_to_the_pd_with_the_clients_own_bytes(setup: MakeSetup):
