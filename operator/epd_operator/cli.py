@@ -25,12 +25,23 @@ if TYPE_CHECKING:
 # `epd.api` and what runs processes are imported by the commands that need them: `ps`, `logs` and `down`
 # answer in half the time without.
 
+
+def _examples(*lines: str) -> str:
+    """A help text's last part: a line for each example."""
+    return "\n\n".join(["[dim]Examples[/dim]", *lines])
+
+
 app = typer.Typer(
     name="epd",
     help="Serve a multimodal model with encoders and language-model instances of their own (EPD).\n\n"
     "On this machine: write an EPDDeployment document, check it with [bold]epd validate[/bold], run it with "
     "[bold]epd up[/bold].",
-    epilog="Example:  epd up -f examples/digits.yaml",
+    epilog=_examples(
+        "epd validate -f examples/digits.yaml",
+        "epd up -f examples/digits.yaml",
+        "python examples/ask.py examples/images/seven.png",
+    ),
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -39,10 +50,53 @@ app = typer.Typer(
 
 File = Annotated[
     Path,
-    typer.Option("--file", "-f", help="The EPDDeployment document (YAML or JSON); - reads standard input."),
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="The EPDDeployment document (YAML or JSON); - reads standard input.",
+    ),
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", "-n", help="Which deployment, where several run.", show_default=False)
+    str | None,
+    typer.Option(
+        "--name", "-n", metavar="NAME", help="Which deployment, where several run.", show_default=False
+    ),
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Return when all is ready; stop it with `epd down`.")
+]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        metavar="PORT",
+        help="The proxy's port; 0 finds a free one. Not given: spec.proxy.port (8000).",
+        show_default=False,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(metavar="HOST", help="The address that the proxy binds; 0.0.0.0 lets other machines in."),
+]
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory of the EC store, which is kept; one that is removed at the end where not given.",
+        show_default=False,
+    ),
+]
+OtherName = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        "-n",
+        metavar="NAME",
+        help="Another name than the document's metadata.name.",
+        show_default=False,
+    ),
 ]
 
 
@@ -70,7 +124,7 @@ def _global_options(
     pass
 
 
-@app.command(epilog="Example:  epd validate -f examples/digits.yaml")
+@app.command(epilog=_examples("epd validate -f examples/digits.yaml"))
 def validate(file: File) -> None:
     """Check a document: every problem with its line, its field, and what to do."""
     deployment = _load(file)
@@ -80,38 +134,15 @@ def validate(file: File) -> None:
 
 
 @app.command(
-    epilog="Examples:  epd up -f examples/digits.yaml      epd up -d -f examples/digits.yaml --port 8080"
+    epilog=_examples("epd up -f examples/digits.yaml", "epd up -d -f examples/digits.yaml --port 8080")
 )
 def up(
     file: File,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return when all is ready; stop it with `epd down`.")
-    ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="The proxy's port; 0 finds a free one. Not given: spec.proxy.port (8000).",
-            show_default=False,
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address that the proxy binds; 0.0.0.0 lets other machines in.")
-    ] = "127.0.0.1",
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of the EC store, which is kept; one that is removed at the end where not given.",
-            show_default=False,
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name", "-n", help="Another name than the document's metadata.name.", show_default=False
-        ),
-    ] = None,
+    detach: Detach = False,
+    port: Port = None,
+    host: Host = "127.0.0.1",
+    store: Store = None,
+    name: OtherName = None,
 ) -> None:
     """Run a deployment as processes on this machine, until Ctrl-C.
 
@@ -142,7 +173,7 @@ def up(
     raise typer.Exit(run_detached(serve))
 
 
-@app.command(epilog="Examples:  epd ps      epd ps --json | jq -r '.[0].address'")
+@app.command(epilog=_examples("epd ps", "epd ps --json | jq -r '.\\[0].address'"))
 def ps(
     name: Name = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of deployments as JSON.")] = False,
@@ -157,7 +188,7 @@ def ps(
         _print_state(state)
 
 
-@app.command(epilog="Examples:  epd logs      epd logs encoder -f      epd logs pd-0 --tail 50")
+@app.command(epilog=_examples("epd logs", "epd logs encoder -f", "epd logs pd-0 --tail 50"))
 def logs(
     role: Annotated[
         str | None,
@@ -170,7 +201,8 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")
     ] = False,
     tail: Annotated[
-        int | None, typer.Option(min=0, help="Only the last lines of each log.", show_default=False)
+        int | None,
+        typer.Option(min=0, metavar="LINES", help="Only the last lines of each log.", show_default=False),
     ] = None,
     name: Name = None,
 ) -> None:
@@ -182,7 +214,7 @@ def logs(
         pass
 
 
-@app.command(epilog="Examples:  epd down      epd down --name digits")
+@app.command(epilog=_examples("epd down", "epd down --name digits"))
 def down(name: Name = None) -> None:
     """Stop a deployment that runs in the background (or elsewhere), and remove its files.
 

@@ -118,6 +118,9 @@ def test_in_the_foreground_a_signal_leaves_nothing(
     assert up.returncode == 0, output
     assert "digits is ready" in output
     assert output.endswith("digits is stopped\n")
+    assert output.index("proxy      stopped") < output.index("encoder-0  stopping"), (
+        "requests can be finished"
+    )
     epd.assert_nothing_left()
 
 
