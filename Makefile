@@ -35,3 +35,10 @@ unit: setup ## Only the fast tests of pure decisions
 
 clean: ## Remove the venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: cluster-up cluster-down
+cluster-up: setup ## A real Kubernetes on this machine, to work with by hand (docs/cluster.md)
+	@$(BIN)/python -m tests.cluster up
+
+cluster-down: setup ## End it, and remove everything it took
+	@$(BIN)/python -m tests.cluster down
