@@ -59,7 +59,14 @@ class Recipe:
 
 
 RECIPE = Recipe()
-BUILD_TOOLS = ("make", "gcc", "libc6-dev", "rsync", "jq")
+BUILD_TOOLS = {
+    "make": "make",
+    "gcc": "gcc",
+    "libc6-dev": "/usr/include/stdio.h",
+    "rsync": "rsync",
+    "jq": "jq",
+}
+"""Packages, each with what must be there of it."""
 REFLECT2 = "github.com/modern-go/reflect2"
 
 

@@ -72,5 +72,5 @@ class ControlPlane:
 
 
 def _can_make_pods(api: Api) -> Callable[[], Any]:
-    """Pods need the service account, and its token mounts the authority's config map in newer versions."""
+    """Until the service account has its token, no pod may be made."""
     return lambda: api.json("/api/v1/namespaces/default/serviceaccounts/default").get("secrets")

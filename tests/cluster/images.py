@@ -18,7 +18,7 @@ from .command import ClusterError, Unavailable, Word, run, run_long
 from .packages import Apt, ensure
 from .paths import CACHE_ROOT, REPOSITORY, cached, locked
 
-IMAGE_PACKAGES = ("buildah", "debootstrap")
+IMAGE_PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
 IMAGES = CACHE_ROOT / "images"
 SUITE = "bookworm"
 BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")

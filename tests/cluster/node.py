@@ -25,13 +25,21 @@ from .pki import Pki
 from .processes import Processes
 from .slots import CGROUPS, Slot
 
-NODE_PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack", "dnsmasq-base")
+CNI_PROGRAMS = "/usr/lib/cni"
+NODE_PACKAGES = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "containernetworking-plugins": f"{CNI_PROGRAMS}/ptp",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "dnsmasq-base": "dnsmasq",
+}
+"""Packages, each with what must be there of it."""
 NODE_NAME = "node1"
 CONTAINERD, KUBELET, KUBE_PROXY = "containerd", "kubelet", "kube-proxy"
 DNS_SERVER, DNS_RECORDS = "dns-server", "dns-records"
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 CLUSTER_DOMAIN = "cluster.local"
-CNI_PROGRAMS = "/usr/lib/cni"
 KUBELET_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "pids", "devices", "freezer", "blkio", "systemd")
 
 

@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .command import ClusterError, Unavailable, progress, run, run_long
+from .command import Unavailable, progress, run, run_long
 from .paths import CACHE_ROOT, locked
 
 SYSTEM_SOURCES = Path("/etc/apt")
@@ -16,21 +16,13 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 FORBID_SERVICES = "#!/bin/sh\nexit 101\n"
 
 
-def missing(packages: Sequence[str]) -> list[str]:
-    """Those of the packages that are not installed."""
-    lacking = []
-    for package in packages:
-        try:
-            status = run(["dpkg-query", "--show", "--showformat=${db:Status-Status}", package])
-        except (ClusterError, FileNotFoundError):
-            status = ""
-        if status != "installed":
-            lacking.append(package)
-    return lacking
+def missing(packages: Mapping[str, str]) -> list[str]:
+    """Those of the packages whose program (or file) is not there; it may come from another package, too."""
+    return [name for name, file in packages.items() if shutil.which(file) is None and not Path(file).exists()]
 
 
-def ensure(packages: Sequence[str]) -> None:
-    """Installs what is lacking; nothing starts by itself."""
+def ensure(packages: Mapping[str, str]) -> None:
+    """Installs what is lacking; nothing starts by itself, and nothing installed is replaced."""
     if not missing(packages):
         return
     with locked(CACHE_ROOT / "apt-install.lock"):
@@ -39,9 +31,10 @@ def ensure(packages: Sequence[str]) -> None:
             return
         if os.getuid() != 0 or shutil.which("apt-get") is None:
             raise Unavailable(f"needs these Debian packages, or root to install them: {' '.join(lacking)}")
+        options = ["--yes", "--no-install-recommends", "--no-remove"]
         with _no_services():
             run_long(
-                [*Apt().command("apt-get"), "install", "--yes", "--no-install-recommends", *lacking],
+                [*Apt().command("apt-get"), "install", *options, *lacking],
                 CACHE_ROOT / "apt-install.log",
                 f"installing {' '.join(lacking)}",
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
