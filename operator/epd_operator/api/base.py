@@ -85,6 +85,7 @@ Quantity = Annotated[
     WithJsonSchema(
         {
             "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "minimum": 0,
             "maxLength": 32,
             "pattern": f"^{_QUANTITY.pattern}$",
             "x-kubernetes-int-or-string": True,
@@ -115,6 +116,11 @@ ObjectName = Annotated[
 ]
 """The name of another Kubernetes object: a DNS subdomain."""
 
+Timestamp = Annotated[
+    str, StringConstraints(min_length=1, max_length=64), Field(json_schema_extra={"format": "date-time"})
+]
+"""A moment as Kubernetes writes it: `2026-01-31T12:00:00Z`."""
+
 Word = Annotated[str, StringConstraints(min_length=1, max_length=253)]
 """Short text."""
 
@@ -125,3 +131,9 @@ Labels = Annotated[dict[Word, Annotated[str, StringConstraints(max_length=63)]],
 Annotations = Annotated[
     dict[Word, Annotated[str, StringConstraints(max_length=262144)]], Field(max_length=64)
 ]
+
+
+def list_map_by(key: str) -> dict[str, Any]:
+    """Schema of a list whose entries are told apart by one field: server-side apply merges it entry by entry,
+    and the API server refuses the same key twice."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}

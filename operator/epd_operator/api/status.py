@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Part, Text, Word
+from .base import Part, Text, Timestamp, Word, list_map_by
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -22,7 +22,7 @@ class Condition(Part):
     """A sentence for people."""
     observed_generation: Count | None = None
     """The generation of the spec that this is about."""
-    last_transition_time: Word
+    last_transition_time: Timestamp
     """When `status` last changed."""
 
 
@@ -35,6 +35,8 @@ class RoleStatus(Part):
     """Replicas that are ready."""
     desired_replicas: Count = 0
     """Replicas that are wanted."""
+    summary: Word | None = None
+    """Ready and wanted replicas for `kubectl get`: `1/2`."""
     selector: Text = ""
     """Label selector of the role's pods."""
 
@@ -50,6 +52,9 @@ class RolesStatus(Part):
     """The prefill instances."""
     decode: RoleStatus | None = None
     """The decode instances."""
+    language: Word | None = None
+    """Ready and wanted replicas of what runs the language model, for `kubectl get`: `1/2` for PD,
+    `P 1/1 D 0/2` for prefill and decode."""
 
 
 class StoreStatus(Part):
@@ -68,7 +73,7 @@ class Status(Part):
 
     observed_generation: Count | None = None
     """The generation of the spec that this is about."""
-    conditions: list[Condition] = Field(default=[], max_length=32)
+    conditions: list[Condition] = Field(default=[], max_length=32, json_schema_extra=list_map_by("type"))
     """Ready, Progressing, Degraded, StoreReady and one for each role."""
     roles: RolesStatus | None = None
     """Replicas of each role."""
@@ -76,3 +81,23 @@ class Status(Part):
     """The address that clients talk to."""
     store: StoreStatus | None = None
     """Usage of the EC store."""
+
+
+def summary_of(ready: int, desired: int) -> str:
+    """A role's `summary`."""
+    return f"{ready}/{desired}"
+
+
+def language_of(pd: RoleStatus | None, prefill: RoleStatus | None, decode: RoleStatus | None) -> str | None:
+    """The roles' `language`; None where no such role is known yet.
+
+    A printer column shows one field and cannot choose, so what it shows is put together here.
+    """
+    if pd is not None:
+        return summary_of(pd.ready_replicas, pd.desired_replicas)
+    parts = [
+        f"{letter} {summary_of(role.ready_replicas, role.desired_replicas)}"
+        for letter, role in (("P", prefill), ("D", decode))
+        if role is not None
+    ]
+    return " ".join(parts) or None

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from .base import Annotations, Duration, FreeObject, Labels, Part, Quantity, Text, Word
+from .base import Annotations, Duration, FreeObject, Labels, Part, Quantity, Text, Word, list_map_by
 from .scaling import Autoscaling
 
 
@@ -103,7 +103,7 @@ class Workload(Part):
     """Changes to the pods (pods only)."""
     extra_args: list[Text] = Field(default=[], max_length=64)
     """Arguments appended to the command line; they win over those before them."""
-    env: list[EnvVar] = Field(default=[], max_length=128)
+    env: list[EnvVar] = Field(default=[], max_length=128, json_schema_extra=list_map_by("name"))
     """Environment variables; they win over those set for the role."""
 
     @model_validator(mode="after")
