@@ -272,7 +272,10 @@ def _print_state(state: DeploymentState) -> None:
     console = Console()
     advice = ": `epd up` was killed, `epd down` cleans up" if state.phase is Phase.DEAD else ""
     console.print(
-        f"{state.name}  {state.phase}{advice}  {state.address}/v1  model {state.model}", highlight=False
+        f"{state.name}  {state.phase}{advice}  {state.address}/v1  model {state.model}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("  PROCESS", "STATE", "PID", "PORT", "RESTARTS", ""):

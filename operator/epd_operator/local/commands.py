@@ -27,6 +27,8 @@ def ps(name: str | None = None) -> list[DeploymentState]:
             continue
         if not directory.is_held():
             state.phase = Phase.DEAD
+            for process in state.processes:
+                process.phase, process.pid, process.note = Phase.DEAD, None, ""
         states.append(state)
     return states
 
@@ -62,7 +64,8 @@ def down(name: str) -> str:
             killed = directory.claim()
     except AlreadyRunning:
         raise LocalError(f"{name} was started again meanwhile") from None
-    return f"{name} had been killed; ended {killed} processes that it left, and removed its files"
+    left = f"{killed} processes and its files" if killed else "its files"
+    return f"{name} had been killed; removed what it left: {left}"
 
 
 def logs(name: str, role: str | None, lines: int | None, keep_on: bool) -> Iterator[str]:

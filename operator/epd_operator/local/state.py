@@ -18,7 +18,7 @@ class Phase(StrEnum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     DEAD = "dead"
-    """Its supervisor was killed: `epd down` cleans up."""
+    """`epd up` was killed, and its processes with it: `epd down` cleans up."""
 
 
 @dataclass

@@ -261,6 +261,7 @@ def test_after_a_killed_supervisor_the_next_command_cleans_up(
     assert epd.processes() != [], "the grandchild, in a session of its own, lives on"
     (dead,) = epd.ps()
     assert dead["phase"] == "dead"
+    assert {(one["phase"], one["pid"]) for one in dead["processes"]} == {("dead", None)}
     assert "epd down" in epd.run("ps").stdout
     if next_command == "up":
         document.write()
