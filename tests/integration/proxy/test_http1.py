@@ -56,6 +56,7 @@ class Server:
 async def server() -> AsyncIterator[Server]:
     server = Server()
     listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+    server.listener = listener
     server.origin = Origin.parse(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     yield server
     listener.close()
@@ -192,6 +193,23 @@ async def test_a_kept_connection_that_went_stale_is_replaced_once(server, client
     with pytest.raises(Disconnected):
         await ask(client, server)
     assert server.connections == 4
+
+
+async def test_a_server_that_dies_of_a_request_on_a_kept_connection_was_not_merely_unreachable(
+    server, client
+):
+    async def dies(reader, writer):
+        await server.read(reader)
+        writer.write(OK)
+        await server.read(reader)
+        server.listener.close()
+        await asyncio.sleep(0)
+        writer.transport.abort()
+
+    server.session = dies
+    await ask(client, server)
+    with pytest.raises(Disconnected):
+        await ask(client, server)
 
 
 async def test_an_idle_connection_is_dropped_before_the_server_does(server, client, monkeypatch):

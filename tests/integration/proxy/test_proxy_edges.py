@@ -7,6 +7,7 @@ import re
 
 import httpx
 import pytest
+from aiohttp import web
 
 from tests.integration.proxy.harness import MakeSetup, body, image, text
 from tests.integration.proxy.scripted import ANSWER, decode, encode, waits
@@ -141,6 +142,21 @@ async def test_every_answer_carries_its_id(setup: MakeSetup):
         assert answer.headers.get_list("x-request-id") == ["mine"]
     bad = await s.client.post("/v1/chat/completions", content=b"", headers={"x-request-id": "mine"})
     assert bad.headers.get_list("x-request-id") == ["mine"]
+
+
+async def test_an_engines_headers_pass_but_for_those_of_its_connection(setup: MakeSetup):
+    async def with_headers(call):
+        headers = {"x-request-id": "the engine's", "x-more": "kept", "keep-alive": "timeout=5"}
+        return web.Response(body=ANSWER, content_type="application/json", headers=headers)
+
+    s = await setup()
+    s.pds[0].script.append(with_headers)
+    answer = await s.chat(text("hi"), headers={"x-request-id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert answer.headers["x-more"] == "kept"
+    assert "keep-alive" not in answer.headers
+    assert len(answer.headers.get_list("date")) == 1
+    assert answer.headers.get_list("content-length") == [str(len(ANSWER))]
 
 
 async def test_the_clients_credentials_reach_the_engines(setup: MakeSetup):
