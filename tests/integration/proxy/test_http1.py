@@ -195,9 +195,7 @@ async def test_a_kept_connection_that_went_stale_is_replaced_once(server, client
     assert server.connections == 4
 
 
-async def test_a_server_that_dies_of_a_request_on_a_kept_connection_was_not_merely_unreachable(
-    server, client
-):
+async def test_a_server_that_dies_on_a_kept_connection_was_not_merely_unreachable(server, client):
     async def dies(reader, writer):
         await server.read(reader)
         writer.write(OK)
