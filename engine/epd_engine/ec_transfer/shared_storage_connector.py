@@ -66,6 +66,8 @@ class ECSharedStorageConnector(ECConnectorBase):
             )
         except (TypeError, ValueError) as error:
             raise ECConfigError(f"ec_connector_extra_config: {error}") from error
+        if role is ECConnectorRole.WORKER:
+            _make_root(Path(extra["shared_storage_path"]))
         self._plan = SharedStorageMetadata()
         self._output = ECConnectorOutput()
         self._saves: dict[str, Future[None]] = {}
@@ -150,3 +152,11 @@ class ECSharedStorageConnector(ECConnectorBase):
     def shutdown(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+def _make_root(path: Path) -> None:
+    """Found out at start, not at the first picture: a store that cannot be there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ECConfigError(f"shared_storage_path {path} cannot be used: {error.strerror}") from error

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,13 @@ def test_connectors_load_by_module_path() -> None:
 def test_a_connector_that_cannot_be_had_is_named(changes: dict, match: str) -> None:
     with pytest.raises(ECConfigError, match=match):
         ECConnectorFactory.get_connector_class(make(**changes))
+
+
+def test_a_store_that_cannot_be_there_is_found_out_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = make(ec_connector_extra_config={"shared_storage_path": str(tmp_path / "file" / "store")})
+    with pytest.raises(ECConfigError, match="store cannot be used: Not a directory"):
+        ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER, IDENTITY)
 
 
 @pytest.mark.parametrize(
