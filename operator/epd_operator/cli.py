@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .crd.levels import CelLevel
 from .local import commands
 from .local.commands import SUPERVISOR
 from .local.detach import run_detached
@@ -171,6 +172,20 @@ def up(
             return 1
 
     raise typer.Exit(run_detached(serve))
+
+
+@app.command(epilog=_examples("epd crd | kubectl apply -f -", "epd crd --cel basic > crd.yaml"))
+def crd(
+    cel: Annotated[
+        CelLevel,
+        typer.Option(help="Rules the API server checks: basic needs Kubernetes 1.25, quantity needs 1.29."),
+    ] = CelLevel.QUANTITY,
+    helm: Annotated[bool, typer.Option("--helm", help="Print the chart's template instead.")] = False,
+) -> None:
+    """Print the custom resource definition, for a cluster that is set up without the Helm chart."""
+    from .crd.text import crd_template, crd_yaml
+
+    print(crd_template() if helm else crd_yaml(cel), end="")
 
 
 @app.command(epilog=_examples("epd ps", "epd ps --json | jq -r '.\\[0].address'"))
