@@ -13,6 +13,8 @@ from .workload import Proxy, Roles
 GROUP = "epd.dev"
 VERSION = "v1alpha1"
 KIND = "EPDDeployment"
+MODELS_PATH = "/models"
+"""Where pods see the claim that holds the model."""
 
 
 class TokenSecret(Part):
@@ -29,11 +31,15 @@ class Model(Part):
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
     """A path, which begins with `/`, `./` or `../`, or else a hub id such as `Qwen/Qwen2.5-VL-3B-Instruct`.
-    A relative path starts at this document for `epd up`, at the image's working directory in a pod."""
+    A relative path starts at this document for `epd up`, in a pod at `claim` or else at the image's working
+    directory."""
     revision: Word | None = None
     """Commit, tag or branch of a hub id."""
     served_name: Word | None = None
     """The name that clients ask for; a path's last part, or the hub id, where absent."""
+    claim: ObjectName | None = None
+    """Claim that holds the model, mounted read-only at /models; there a relative `source` starts
+    (pods only)."""
     cache_claim: ObjectName | None = None
     """Claim that keeps downloaded models (pods only)."""
     token_secret: TokenSecret | None = None
@@ -55,6 +61,18 @@ class Model(Part):
     def _revision_of_a_hub_id(self) -> Self:
         if self.revision is not None and self.is_path:
             raise PydanticCustomError("revision", "`revision` has no meaning where `source` is a path")
+        return self
+
+    @model_validator(mode="after")
+    def _lies_in_its_claim(self) -> Self:
+        if self.claim is not None and (
+            not self.source.startswith(("./", f"{MODELS_PATH}/")) or ".." in self.source
+        ):
+            raise PydanticCustomError(
+                "model_claim",
+                "with `claim`, `source` must be a path in it, such as `./my-model` or `{path}/my-model`",
+                {"path": MODELS_PATH},
+            )
         return self
 
 

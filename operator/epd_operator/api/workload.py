@@ -5,7 +5,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from .base import Annotations, Duration, FreeObject, Labels, Part, Quantity, Text, Word, list_map_by
+from .base import (
+    Annotations,
+    Duration,
+    FreeObject,
+    Labels,
+    ObjectName,
+    Part,
+    Quantity,
+    Text,
+    Word,
+    list_map_by,
+)
 from .scaling import Autoscaling
 
 
@@ -138,7 +149,9 @@ class Proxy(Workload):
     """The one address that clients talk to."""
 
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """The port it listens on."""
+    """The port that clients reach it at: of its Service, or of this machine under `epd up`."""
+    api_keys_secret: ObjectName | None = None
+    """Secret whose key `keys.json` holds hashed API keys; without it every client is served (pods only)."""
 
 
 class Roles(Part):

@@ -63,6 +63,12 @@ _OF_A_DOCUMENT = (
         "revision has no meaning where source is a path",
     ),
     Rule(
+        ("spec.model",),
+        "!has(self.claim) || ((self.source.startsWith('./') || self.source.startsWith('/models/'))"
+        " && !self.source.contains('..'))",
+        "with claim, source must be a path in it, such as ./my-model or /models/my-model",
+    ),
+    Rule(
         ("spec.ecStore",),
         "has(self.sharedStorage) || has(self.sharedMemory)",
         "needs sharedStorage, sharedMemory or both (all defaults: sharedStorage: {})",
