@@ -11,6 +11,8 @@ from .processes import Processes
 
 READY_S = 120.0
 """A start takes seconds; a machine under load may need a multiple."""
+API_SERVER_GRACE_S = 2.0
+"""It takes no new requests at once, but would wait a minute for watches, which never end."""
 
 
 def until(processes: Processes, component: str, what: str, condition: Callable[[], Any]) -> None:
@@ -65,7 +67,7 @@ class ControlPlane:
 
     def stop_api_server(self, *, force: bool = False) -> None:
         """Ends the API server alone; etcd keeps the data."""
-        self._processes.stop(API_SERVER, force=force)
+        self._processes.stop(API_SERVER, grace_s=0 if force else API_SERVER_GRACE_S)
 
     def _until(self, component: str, what: str, condition: Callable[[], Any]) -> None:
         until(self._processes, component, what, condition)

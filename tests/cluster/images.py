@@ -133,13 +133,14 @@ def wheelhouse(extra: str) -> Path:
     return cached(CACHE_ROOT / "wheels" / f"{extra}-{key}", download)
 
 
-def archive_digest(archive: Path) -> str:
-    """The digest of the manifest in an oci-archive; containerd lists images with it."""
+def archive_identity(archive: Path) -> tuple[str, str]:
+    """The name and the manifest's digest in an oci-archive; containerd lists images with both."""
     with tarfile.open(archive) as tar:
         index = tar.extractfile("index.json")
         if index is None:
             raise ClusterError(f"{archive} is no oci-archive")
-        return str(json.load(index)["manifests"][0]["digest"])
+        manifest = json.load(index)["manifests"][0]
+    return str(manifest["annotations"]["org.opencontainers.image.ref.name"]), str(manifest["digest"])
 
 
 def _ready() -> None:
@@ -192,8 +193,9 @@ def _bud(dockerfile: Path, context: Path, name: str, options: Sequence[str]) -> 
     if not archive.exists():
         partial = archive.with_suffix(".partial")
         partial.unlink(missing_ok=True)
-        # The archive stays on this machine: compressing costs more than it saves.
-        run([*_buildah("push"), "--disable-compression", name, f"oci-archive:{partial}:{name}"])
+        # Layers in an oci-archive are compressed whatever one asks for, so by the quickest there is.
+        quick = ["--compression-format=zstd", "--compression-level=1"]
+        run([*_buildah("push"), *quick, name, f"oci-archive:{partial}:{name}"])
         partial.rename(archive)
     return archive
 

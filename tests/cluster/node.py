@@ -18,7 +18,7 @@ from .build import Binaries
 from .command import ClusterError, Unavailable, Word, progress, run
 from .components import flags
 from .control_plane import until
-from .images import PAUSE_IMAGE, archive_digest, pause_image
+from .images import PAUSE_IMAGE, archive_identity, pause_image
 from .packages import ensure
 from .paths import REPOSITORY
 from .pki import Pki
@@ -95,8 +95,8 @@ class Node:
 
     def load_image(self, archive: Path) -> None:
         """Brings an image into containerd, unless it is there."""
-        digest = archive_digest(archive)
-        if any(digest in line.split() for line in self.ctr("images", "list").splitlines()):
+        identity = set(archive_identity(archive))
+        if any(identity <= set(line.split()) for line in self.ctr("images", "list").splitlines()):
             return
         progress(f"loading {archive.name}")
         self.ctr("images", "import", str(archive))

@@ -96,10 +96,10 @@ class Processes:
         """An error that shows the component's last words."""
         return ClusterError(f"{component} {what}; the end of its log:\n{tail(self.log(component))}")
 
-    def stop(self, component: str, *, force: bool = False) -> None:
-        """Ends one component; by force at once, otherwise only when it takes too long."""
-        deadline = time.monotonic() + (0 if force else GRACE_S)
-        _signal(find(self._state, component), signal.SIGTERM if not force else signal.SIGKILL)
+    def stop(self, component: str, *, grace_s: float = GRACE_S) -> None:
+        """Ends one component; by force when it takes too long, at once where there is no grace."""
+        deadline = time.monotonic() + grace_s
+        _signal(find(self._state, component), signal.SIGTERM if grace_s else signal.SIGKILL)
         while pids := find(self._state, component):
             if time.monotonic() > deadline:
                 _signal(pids, signal.SIGKILL)
