@@ -50,7 +50,10 @@ def quantity_value(quantity: str) -> Decimal:
         return Decimal(number)
     if suffix in _QUANTITY_SCALE:
         return Decimal(number) * _QUANTITY_SCALE[suffix]
-    return Decimal(number + suffix)
+    try:
+        return Decimal(number + suffix)
+    except ArithmeticError:
+        raise ValueError(f"{quantity!r} is beyond all bounds") from None
 
 
 def duration_seconds(duration: str) -> float:

@@ -47,8 +47,7 @@ def _template(deployment: EPDDeployment, name: str, role: Role, images: Images) 
     if deployment.spec.model.claim is not None:
         mounts.append(_model_claim(deployment.spec.model.claim))
     if role.shm_size is not None:
-        shared = {"medium": "Memory", "sizeLimit": role.shm_size}
-        mounts.append(Mount({"name": "shm", "emptyDir": shared}, {"name": "shm", "mountPath": "/dev/shm"}))
+        mounts.append(_shared_memory(role.shm_size, role, f"spec.roles.{name}"))
     parts = PodParts(
         path=f"spec.roles.{name}",
         name=CONTAINER,
@@ -117,6 +116,15 @@ def _model_claim(claim: str) -> Mount:
         {"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
         {"name": "model", "mountPath": MODELS_PATH, "readOnly": True},
     )
+
+
+def _shared_memory(size: str, role: Role, path: str) -> Mount:
+    """/dev/shm of a given size; what a runtime gives by itself is 64 MiB."""
+    limit = role.resources.limits.get("memory") if role.resources is not None else None
+    if limit is not None and quantity_value(size) >= quantity_value(limit):
+        raise RenderError(f"{path}.shmSize", f"counts towards the memory limit ({limit}), so it must be less")
+    volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    return Mount(volume, {"name": "shm", "mountPath": "/dev/shm"})
 
 
 def _devices(role: Role) -> set[str]:

@@ -27,8 +27,9 @@ def canonical_quantity(quantity: str | int | float, finest: Decimal = _NANO) -> 
     text = str(quantity)
     with localcontext() as context:
         context.prec = _DIGITS
-        amount = quantity_value(text)
-        amount = min(_rounded_up(amount, _NANO), _MOST)
+        amount = min(quantity_value(text), _MOST)
+        if amount > 0:
+            amount = _rounded_up(max(amount, _NANO), _NANO)
         suffix = _suffix_of(text)
         # The server picks the kind of suffix before it rounds to `finest`.
         binary = suffix.endswith("i") and amount >= 1

@@ -1,0 +1,121 @@
+"""The proxy, the store's claims, policies and autoscalers, beyond what the golden files show."""
+
+from typing import Any
+
+import pytest
+
+from epd_operator.api import EPDDeployment
+from epd_operator.render import RenderContext, ServedVersions, endpoint, render
+
+from .documents import CONTEXT, IMAGES, find, flag, main_container, rendered, resource
+
+MEMORY = {"sharedMemory": {"claimTemplate": {"size": "1Gi"}, "capacity": "512Mi"}}
+
+
+def kinds(manifests: list[dict[str, Any]], kind: str) -> list[str]:
+    return [one["metadata"]["name"] for one in manifests if one["kind"] == kind]
+
+
+def test_the_proxy_may_read_endpoint_slices_and_nothing_else() -> None:
+    manifests = rendered()
+    (role,) = (one for one in manifests if one["kind"] == "Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["get", "list", "watch"],
+        }
+    ]
+    binding = find(manifests, "RoleBinding", "digits-proxy")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    pod = find(manifests, "Deployment", "digits-proxy")["spec"]["template"]["spec"]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "serving"}
+    ]
+
+
+def test_the_port_of_the_proxy_is_its_services() -> None:
+    manifests = rendered({"proxy": {"port": 80}})
+    (port,) = find(manifests, "Service", "digits-proxy")["spec"]["ports"]
+    container = main_container(find(manifests, "Deployment", "digits-proxy"))
+    assert (port["port"], flag(container, "--port")) == (80, "8000")
+    assert endpoint(resource({"proxy": {"port": 80}})) == "http://digits-proxy.serving.svc:80"
+
+
+def test_without_a_secret_no_keys_are_looked_for() -> None:
+    container = main_container(find(rendered(), "Deployment", "digits-proxy"))
+    assert "--api-keys-file" not in container["args"]
+
+
+def test_a_missing_secret_keeps_the_proxy_from_starting() -> None:
+    manifests = rendered({"proxy": {"apiKeysSecret": "keys"}})
+    pod = find(manifests, "Deployment", "digits-proxy")["spec"]["template"]["spec"]
+    assert {"name": "api-keys", "secret": {"secretName": "keys", "defaultMode": 0o440}} in pod["volumes"]
+
+
+def test_engine_services_list_ready_pods_by_address() -> None:
+    spec = find(rendered(), "Service", "digits-encoder")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert not spec.get("publishNotReadyAddresses", False)
+
+
+def test_a_resource_without_a_uid_has_children_without_owners() -> None:
+    document = resource().model_dump(by_alias=True, exclude_none=True)
+    del document["metadata"]["uid"], document["metadata"]["namespace"]
+    for one in render(EPDDeployment.model_validate(document), CONTEXT):
+        assert "ownerReferences" not in one["metadata"]
+        assert one["metadata"]["namespace"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("store", "claims"),
+    [
+        ({"sharedStorage": {}}, ["digits-store"]),
+        ({"sharedStorage": {"existingClaim": "mine"}}, []),
+        ({"sharedMemory": {}}, ["digits-store-memory"]),
+        ({"sharedMemory": {"existingClaim": "mine"}}, []),
+    ],
+)
+def test_claims_that_are_made(store: dict[str, Any], claims: list[str]) -> None:
+    assert kinds(rendered({"ecStore": store}), "PersistentVolumeClaim") == claims
+
+
+def test_decode_is_free_to_go_to_another_node_than_the_store() -> None:
+    roles = {"encoder": {}, "prefill": {}, "decode": {}}
+    manifests = rendered({"roles": roles, "ecStore": MEMORY})
+    affine = {
+        role: "affinity" in find(manifests, "Deployment", f"digits-{role}")["spec"]["template"]["spec"]
+        for role in roles
+    }
+    assert affine == {"encoder": True, "prefill": True, "decode": False}
+    assert '"capacity": 536870912' in flag(
+        main_container(find(manifests, "Deployment", "digits-encoder")), "--ec-transfer-config"
+    )
+
+
+def test_nixl_alone_opens_the_way_between_engines() -> None:
+    roles = {"encoder": {}, "prefill": {}, "decode": {}}
+    ways = {
+        kind: len(
+            find(rendered({"roles": roles, "kvTransfer": {"type": kind}}), "NetworkPolicy", "digits-engine")[
+                "spec"
+            ]["ingress"]
+        )
+        for kind in ("nixl", "sharedStorage")
+    }
+    assert ways == {"nixl": 2, "sharedStorage": 1}
+
+
+def test_an_autoscaler_comes_and_goes_with_its_field() -> None:
+    assert kinds(rendered(), "HorizontalPodAutoscaler") == []
+    roles = {"encoder": {"autoscaling": {"maxReplicas": 3}}, "pd": {"replicas": 1}}
+    assert kinds(rendered({"roles": roles}), "HorizontalPodAutoscaler") == ["digits-encoder"]
+
+
+def test_versions_are_those_that_are_served() -> None:
+    roles = {"encoder": {"autoscaling": {"maxReplicas": 3}}, "pd": {}}
+    versions = ServedVersions("autoscaling/v2beta2", "policy/v1beta1", "discovery.k8s.io/v1beta1")
+    manifests = render(resource({"roles": roles}), RenderContext(versions, IMAGES))
+    found = {one["kind"]: one["apiVersion"] for one in manifests}
+    assert found["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
+    assert found["PodDisruptionBudget"] == "policy/v1beta1"
