@@ -62,13 +62,9 @@ def resource_schema(cel: CelLevel) -> Schema:
     for standard in ("apiVersion", "kind"):
         # The API server knows these two by itself.
         properties[standard] = {"type": "string", "description": properties[standard]["description"]}
+    # Of the metadata, a schema may say something about the name alone; even a description is refused.
     name = properties["metadata"]["properties"]["name"]
-    # Of the metadata, a schema may say something about the name alone.
-    properties["metadata"] = {
-        "type": "object",
-        "description": properties["metadata"]["description"],
-        "properties": {"name": name},
-    }
+    properties["metadata"] = {"type": "object", "properties": {"name": name}}
     schema["required"] = ["spec"]
     add_rules(schema, cel)
     return schema
