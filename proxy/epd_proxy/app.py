@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,11 +14,14 @@ from fastapi.responses import Response as PlainResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from epd_proxy.asgi import Message, Receive, Scope, Send, request_id
+from epd_proxy import apiserver
+from epd_proxy.asgi import Message, Receive, Response, Scope, Send, request_id
 from epd_proxy.chat import ChatCompletions
-from epd_proxy.config import Config
+from epd_proxy.config import Config, Services
+from epd_proxy.discovery import Discovery
+from epd_proxy.door import Door
 from epd_proxy.encoders import Encoders
-from epd_proxy.errors import ProxyError
+from epd_proxy.errors import ProxyError, Unauthorized
 from epd_proxy.http1 import UpstreamError
 from epd_proxy.metrics import Metrics
 from epd_proxy.pds import Pds
@@ -26,9 +30,15 @@ from epd_proxy.primers import Primers
 from epd_proxy.prober import Prober
 from epd_proxy.upstream import CHAT_PATH, MAX_ANSWER, Role, call_headers
 
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""For probes and Prometheus, which have no API key. Everything else needs one where keys are set."""
+
 
 class Proxy:
-    """One proxy: its roles, its stages, and the ASGI callable that serves them."""
+    """One proxy: its roles, its stages, and the ASGI callable that serves them.
+
+    Raises OSError or ValueError for a file of keys that cannot be used.
+    """
 
     def __init__(self, config: Config) -> None:
         limits = config.limits
@@ -37,9 +47,11 @@ class Proxy:
         self.pd_role = Role("pd", config.pds, limits.connect, metrics)
         self._roles = (self.encoder_role, self.pd_role)
         self._limits = limits
-        self._prober = Prober(self._roles, metrics)
+        self._door = Door(config.api_keys, metrics)
+        self._prober = Prober(self._roles)
+        self._discovery = self._discover(config.services) if config.services else None
         primers = Primers(Encoders(self.encoder_role, limits, metrics), metrics)
-        self._chat = ChatCompletions(primers, Pds(self.pd_role, limits), limits, metrics)
+        self._chat = ChatCompletions(self._door, primers, Pds(self.pd_role, limits), limits, metrics)
         self._others = self._other_routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +62,12 @@ class Proxy:
         if scope["path"] == CHAT_PATH and scope["method"] == "POST":
             await self._chat.serve(name, scope, receive, send)
             return
+        if scope["path"] not in _OPEN_PATHS:
+            try:
+                self._door.admit(dict(scope["headers"]))
+            except Unauthorized as error:
+                await Response(send, name).fail(error)
+                return
         scope["state"] = {**scope.get("state", {}), "request_id": name}
 
         async def send_with_id(message: Message) -> None:
@@ -61,11 +79,24 @@ class Proxy:
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self._door.start()
         await self._prober.start()
+        if self._discovery is not None:
+            self._discovery.start()
         yield
+        if self._discovery is not None:
+            await self._discovery.stop()
         self._prober.stop()
+        self._door.stop()
         for role in self._roles:
             role.client.close()
+
+    def _discover(self, services: Services) -> Discovery:
+        pools = {services.pd: self.pd_role.pool}
+        if services.encoder is not None:
+            pools[services.encoder] = self.encoder_role.pool
+        connect = partial(apiserver.connect, services.namespace, tuple(pools))
+        return Discovery(pools, connect, self.metrics.discovery())
 
     def _other_routes(self) -> FastAPI:
         app = FastAPI(lifespan=self._lifespan, openapi_url=None, docs_url=None, redoc_url=None)
@@ -91,8 +122,8 @@ class Proxy:
     async def _models(self, request: Request) -> PlainResponse:
         """The models of a PD, as it lists them."""
         role = self.pd_role
-        authorization = request.headers.get("authorization")
-        headers = call_headers(request.state.request_id, authorization.encode() if authorization else None)
+        authorization = self._door.passed_on(dict(request.scope["headers"]))
+        headers = call_headers(request.state.request_id, authorization)
 
         async def attempt(instance: Instance, _: bool) -> PlainResponse:
             try:

@@ -27,6 +27,39 @@ _NOT_PASSED_ON = frozenset(
 )
 
 
+class Buffer:
+    """Bytes of request bodies that are held, over all requests."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+
+class Share:
+    """What one request holds of a buffer."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._held = 0
+
+    def check(self, size: int) -> None:
+        """Raises ProxyError 429 when `size` more bytes are too many for now."""
+        if self._buffer.held + size > self._buffer.limit:
+            message = "the requests in flight hold as many bytes as this proxy may buffer"
+            raise ProxyError(429, message, code="too_many_requests", retry_after=1)
+
+    def grow(self, size: int) -> None:
+        """Hold `size` bytes more. Raises ProxyError 429."""
+        self.check(size)
+        self._held += size
+        self._buffer.held += size
+
+    def release(self) -> None:
+        """Let go of everything; more than once does no harm."""
+        self._buffer.held -= self._held
+        self._held = 0
+
+
 class ClientGone(Exception):
     """The client closed its connection."""
 
@@ -37,14 +70,17 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     return given.decode() if _ID.fullmatch(given) else secrets.token_hex(16)
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: Limits) -> bytes:
-    """The whole body. Raises ProxyError 413 or 408 at the limits, and ClientGone."""
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: Limits, share: Share) -> bytes:
+    """The whole body, held by `share`. Raises ProxyError 413, 408 or 429 at the limits, and ClientGone."""
     too_large = ProxyError(
         413, f"the body is larger than the limit of {limits.max_body} bytes", code="body_too_large"
     )
     length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > limits.max_body:
-        raise too_large
+    if length.isdigit():
+        if int(length) > limits.max_body:
+            raise too_large
+        # Said early, but only what has come is held: else a client could fill the buffer with promises.
+        share.check(int(length))
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -59,6 +95,7 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: Li
         size += len(pieces[-1])
         if size > limits.max_body:
             raise too_large
+        share.grow(len(pieces[-1]))
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

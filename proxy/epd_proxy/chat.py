@@ -6,13 +6,14 @@ import asyncio
 import time
 
 from epd_proxy import logs
-from epd_proxy.asgi import ClientGone, Receive, Response, Scope, Send, read_body
+from epd_proxy.asgi import Buffer, ClientGone, Receive, Response, Scope, Send, Share, read_body
 from epd_proxy.config import Limits
+from epd_proxy.door import Caller, Door
 from epd_proxy.encoders import PrimerCall
 from epd_proxy.errors import BadRequest, EcMiss, EngineAnswer, ProxyError, Unavailable
 from epd_proxy.http1 import UpstreamError
 from epd_proxy.jsonbody import Chunks, JsonBody
-from epd_proxy.media import ChatBody, digest, key_text, read_chat, rewrite
+from epd_proxy.media import ChatBody, Primed, digest, key_text, read_chat, rewrite
 from epd_proxy.metrics import Metrics
 from epd_proxy.pds import Missed, Opened, PdCall, Pds
 from epd_proxy.primers import Key, Primers
@@ -25,7 +26,10 @@ _HASH_IN_THREAD = 256 * 1024
 class ChatCompletions:
     """`POST /v1/chat/completions`, as a raw ASGI endpoint."""
 
-    def __init__(self, primers: Primers, pds: Pds, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, door: Door, primers: Primers, pds: Pds, limits: Limits, metrics: Metrics) -> None:
+        self.door = door
+        self.buffer = Buffer(limits.max_buffered)
+        metrics.buffered.set_function(lambda: self.buffer.held)
         self.primers = primers
         self.pds = pds
         self.limits = limits
@@ -44,6 +48,7 @@ class ChatCompletions:
             else:
                 await course.run(receive)
         finally:
+            course.share.release()
             self._in_flight -= 1
             self.metrics.in_flight.dec()
             course.record()
@@ -56,6 +61,7 @@ class Course:
         self, home: ChatCompletions, request_id: str, headers: dict[bytes, bytes], response: Response
     ) -> None:
         self.response = response
+        self.share = Share(home.buffer)
         self._home = home
         self._limits = home.limits
         self._id = request_id
@@ -63,6 +69,7 @@ class Course:
         self._began = time.perf_counter()
         self._stage = "proxy"
         self._client_gone = False
+        self._caller: Caller | None = None
         self._facts: dict[str, object] = {}
 
     async def run(self, receive: Receive) -> None:
@@ -101,11 +108,13 @@ class Course:
             raise ClientGone from None  # it does not even read the error
 
     async def _answer(self, receive: Receive, serving: asyncio.Task[None]) -> None:
+        self._caller = self._home.door.admit(self._headers)
         # No variable here holds the body: its megabytes go as soon as the answer has begun.
-        opening = self._open(await read_body(self._headers, receive, self._limits))
+        opening = self._open(await read_body(self._headers, receive, self._limits, self.share))
         watch = asyncio.get_running_loop().create_task(self._watch(receive, serving))
         try:
             with await opening as opened:
+                self.share.release()
                 waited = time.perf_counter() - self._began
                 self._home.metrics.ttft.observe(waited)
                 self._facts |= {"ttft_s": round(waited, 6), "pd": opened.lease.instance.origin.url}
@@ -142,25 +151,30 @@ class Course:
         self._facts["items"] = len(chat.items)
         if not self._home.pds.role.pool.ready():
             raise Unavailable("pd", "is ready")
+        if self._caller is not None:
+            # On media alone: it keeps tenants apart in the encoder cache, and text goes on as it came.
+            body.doc["cache_salt"] = self._caller.salt(body.doc.get("cache_salt"))
         keys = [await _key(key_text(body, item)) for item in chat.items]
-        call = PrimerCall(body, self._id, self._headers.get(b"authorization"))
-        for fresh in (False, True):
+        call = PrimerCall(body, self._id, self._home.door.passed_on(self._headers))
+        missed: list[Primed] | None = None
+        for again in (False, True):
             self._stage = "encoder"
             began = time.perf_counter()
-            primed = await self._home.primers.prime(call, chat.items, keys, fresh=fresh)
+            primed = await self._home.primers.prime(call, chat.items, keys, missed=missed)
             self._facts["primer_s"] = _since(began)
             document, metadata_only = rewrite(body.doc, chat.items, primed)
             try:
                 return await self._ask_pd(_render(body, document), chat.stream, metadata_only)
             except Missed:
-                logs.warning("ec_miss", request_id=self._id, again=fresh)
-                if not fresh:
+                logs.warning("ec_miss", request_id=self._id, again=again)
+                missed = primed
+                if not again:
                     self._home.metrics.reprimes.inc()
         raise EcMiss
 
     async def _ask_pd(self, chunks: Chunks, stream: bool, metadata_only: bool) -> Opened:
         self._stage = "pd"
-        authorization = self._headers.get(b"authorization")
+        authorization = self._home.door.passed_on(self._headers)
         return await self._home.pds.open(PdCall(chunks, self._id, authorization, stream, metadata_only))
 
     async def _relay(self, opened: Opened, events: EventBuffer) -> None:
@@ -199,6 +213,10 @@ class Course:
         """Count and log the request, once it is over."""
         status = 499 if self._client_gone else self.response.status
         self._home.metrics.requests.labels(str(status), self._stage).inc()
+        if self._caller is not None:
+            key, tenant = self._caller.key, self._caller.tenant
+            self._home.metrics.key_requests.labels(key, tenant).inc()
+            self._facts |= {"key": key, "tenant": tenant}
         logs.info(
             "request",
             request_id=self._id,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import uvicorn
 
 from epd_proxy import logs
+from epd_proxy.apiserver import own_namespace
 from epd_proxy.app import Proxy
-from epd_proxy.config import Config, Limits, Origin
+from epd_proxy.config import Config, Limits, Origin, Services
 
 _DESCRIPTION = """\
 One OpenAI-compatible address in front of encoders and PDs (prefill + decode).
@@ -25,11 +29,14 @@ example:
   epd-proxy --encoder http://127.0.0.1:8001 --pd http://127.0.0.1:8002
   curl http://127.0.0.1:8000/ready     # lists the instances and their state
 
+  epd-proxy --encoder-service digits-encoder --pd-service digits-pd   # in a pod
+
 SIGTERM and Ctrl-C stop accepting, finish what is in flight within --drain-timeout, and end.
 """
 _LIMIT_HELP = {
     "max_body": "largest request body, in bytes; a larger one gets 413",
     "max_items": "most media items in one request; more get 400",
+    "max_buffered": "most bytes of request bodies held at once, of all requests; beyond them 429",
     "max_in_flight": "most chat completions at once; further ones get 429 with Retry-After",
     "connect": "seconds to connect to an instance before another one is tried",
     "primer": "seconds for encoding one batch of items, retries included; then 504",
@@ -38,6 +45,12 @@ _LIMIT_HELP = {
     "idle": "seconds between two pieces of a request body (408) or of a stream (an error event)",
     "drain": "seconds for requests in flight when the proxy is told to stop",
 }
+_LIMIT_FLAGS = {
+    "max_body": "max-body-bytes",
+    "max_buffered": "max-buffered-bytes",
+    "max_items": "max-media-items",
+}
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _KEEP_ALIVE = 75
 """Seconds; longer than common clients keep idle connections, so that none is closed under a request."""
 
@@ -47,19 +60,15 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(
         "epd-proxy", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=_HelpFormatter
     )
-    parser.add_argument(
-        "--encoder",
-        action="append",
-        default=[],
-        type=_origin,
-        metavar="URL",
-        help="an encoder; may be repeated",
-    )
-    parser.add_argument(
-        "--pd", action="append", required=True, type=_origin, metavar="URL", help="a PD; may be repeated"
-    )
+    _add_instances(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument(
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON with the digests of API keys, read again when it changes; without it nobody needs a key",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)"
     )
@@ -75,12 +84,16 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
             help=f"{_LIMIT_HELP[field.name]} (%(default)s)",
         )
     given = parser.parse_args(arguments)
+    if given.max_buffered < given.max_body:
+        parser.error("--max-buffered-bytes is less than --max-body-bytes: the largest body would never fit")
     return Config(
         encoders=_distinct(parser, given.encoder),
         pds=_distinct(parser, given.pd),
         host=given.host,
         port=given.port,
         log_level=given.log_level,
+        services=_services(parser, given),
+        api_keys=given.api_keys_file,
         limits=Limits(**{field.name: getattr(given, field.name) for field in fields(Limits)}),
     )
 
@@ -88,8 +101,12 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
 def main() -> None:
     config = parse()
     logs.configure(config.log_level)
+    try:
+        proxy = Proxy(config)
+    except (OSError, ValueError) as error:
+        sys.exit(f"epd-proxy: --api-keys-file {config.api_keys}: {error}")
     uvicorn.run(
-        Proxy(config),
+        proxy,
         host=config.host,
         port=config.port,
         loop="uvloop",
@@ -103,13 +120,57 @@ def main() -> None:
     )
 
 
+def _add_instances(parser: argparse.ArgumentParser) -> None:
+    given = parser.add_argument_group("instances by address")
+    given.add_argument(
+        "--encoder",
+        action="append",
+        default=[],
+        type=_origin,
+        metavar="URL",
+        help="an encoder; may be repeated",
+    )
+    given.add_argument(
+        "--pd", action="append", default=[], type=_origin, metavar="URL", help="a PD; may be repeated"
+    )
+    found = parser.add_argument_group(
+        "instances by Kubernetes Services", "Their EndpointSlices are watched, with the port named http."
+    )
+    found.add_argument("--encoder-service", type=_service, metavar="NAME", help="the encoders' Service")
+    found.add_argument("--pd-service", type=_service, metavar="NAME", help="the PDs' Service")
+    found.add_argument(
+        "--kubernetes-namespace",
+        type=_service,
+        metavar="NS",
+        help="namespace of the Services (the one of this pod)",
+    )
+
+
+def _services(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Services | None:
+    by_service = given.encoder_service or given.pd_service or given.kubernetes_namespace
+    if not by_service:
+        if not given.pd:
+            parser.error("give at least one --pd, or --pd-service")
+        return None
+    if given.encoder or given.pd:
+        parser.error("instances are given by address or by Service, not both")
+    if not given.pd_service:
+        parser.error("--pd-service is needed")
+    if given.encoder_service == given.pd_service:
+        parser.error("--encoder-service and --pd-service are the same")
+    namespace = given.kubernetes_namespace or own_namespace()
+    if namespace is None:
+        parser.error("this is no pod, so --kubernetes-namespace is needed")
+    return Services(namespace, given.pd_service, given.encoder_service)
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=100)
 
 
 def _limit_flag(name: str) -> str:
-    flag = {"max_body": "max-body-bytes", "max_items": "max-media-items"}.get(name, name)
+    flag = _LIMIT_FLAGS.get(name, name)
     return "--" + (flag if name.startswith("max_") else f"{flag}-timeout").replace("_", "-")
 
 
@@ -118,6 +179,12 @@ def _origin(text: str) -> Origin:
         return Origin.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _service(text: str) -> str:
+    if not _LABEL.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a Service or namespace")
+    return text
 
 
 def _positive(text: str) -> float:

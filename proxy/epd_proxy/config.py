@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 class Limits:
     """Bounds on what comes from outside. Times are seconds, sizes bytes.
 
+    `max_buffered` is for the bodies of all requests together, until their answers have begun.
     `primer` bounds the whole encoding of one batch with its retries. `first_token` runs from the request to
     a PD until the first event of a stream, `answer` until a whole answer that is not streamed, `idle`
     between two pieces of a body or stream, in either direction.
@@ -18,6 +20,7 @@ class Limits:
     max_body: int = 64 << 20
     max_items: int = 32
     max_in_flight: int = 1024
+    max_buffered: int = 1 << 30
     connect: float = 2.0
     primer: float = 60.0
     first_token: float = 120.0
@@ -51,12 +54,26 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Config:
-    """One proxy: the instances of each role, where it listens, and its limits."""
+class Services:
+    """Where instances are discovered: the Services of the roles, in one namespace."""
 
-    encoders: tuple[Origin, ...]
-    pds: tuple[Origin, ...]
+    namespace: str
+    pd: str
+    encoder: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """One proxy: the instances of each role, or their Services, where it listens, and its limits.
+
+    `api_keys` is the file of keys; without one the proxy is open.
+    """
+
+    encoders: tuple[Origin, ...] = ()
+    pds: tuple[Origin, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     log_level: str = "info"
+    services: Services | None = None
+    api_keys: Path | None = None
     limits: Limits = Limits()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -78,7 +78,8 @@ class Encoders:
         where = f"encoder {instance.origin.url}"
         if answer.status == 200:
             try:
-                return read_primer_answer(answer.body, len(items))
+                primed = read_primer_answer(answer.body, len(items))
+                return [replace(one, encoder=instance.origin.url) for one in primed]
             except ValueError as error:
                 final = ProxyError(502, f"{where} gave a malformed answer: {error}", code="bad_primer_answer")
                 raise Failed(final, "malformed", sent=True) from None

@@ -56,6 +56,17 @@ class BadRequest(ProxyError):
         super().__init__(400, message, code=code, param=param)
 
 
+class Unauthorized(ProxyError):
+    """No API key, or one that is not known."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(401, message, code="invalid_api_key")
+
+    @property
+    def headers(self) -> Headers:
+        return [*super().headers, (b"www-authenticate", b"Bearer")]
+
+
 class EcMiss(ProxyError):
     """The encoder cache still lacks an item after its re-prime; the client may try again."""
 

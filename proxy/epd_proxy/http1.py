@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from contextlib import suppress
 from typing import cast
 
 import httptools
@@ -290,9 +291,18 @@ class Client:
         if not connection.reusable:
             connection.close()
             return
-        timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, connection.close)
+        timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._expire, origin, connection)
         connection.idle_timer = timer
         self._idle.setdefault(origin.url, deque()).append(connection)
+
+    def _expire(self, origin: Origin, connection: _Connection) -> None:
+        """Close, and forget: instances come and go, and their addresses with them."""
+        connection.close()
+        idle = self._idle.get(origin.url, deque())
+        with suppress(ValueError):
+            idle.remove(connection)
+        if not idle:
+            self._idle.pop(origin.url, None)
 
     def close(self) -> None:
         """Cut all idle connections."""

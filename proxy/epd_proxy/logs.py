@@ -41,6 +41,10 @@ def warning(event: str, **fields: object) -> None:
     _log.warning(event, extra={"fields": fields})
 
 
+def error(event: str, **fields: object) -> None:
+    _log.error(event, extra={"fields": fields})
+
+
 def failure(event: str, **fields: object) -> None:
     """An error that nobody expected, with its traceback."""
     _log.exception(event, extra={"fields": fields})

@@ -47,10 +47,14 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class Primed:
-    """What an encoder answered for one item: its key in the EC store, and its placeholder metadata."""
+    """What an encoder answered for one item: its key in the EC store, and its placeholder metadata.
+
+    `encoder` is the URL of the one that answered.
+    """
 
     mm_hash: str
     metadata: Mapping[str, Any]
+    encoder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,37 @@ class Metrics:
             ["role", "kind"],
             registry=registry,
         )
+        self.instances = Gauge("epd_proxy_instances", "Instances known", ["role"], registry=registry)
         self.instances_ready = Gauge(
             "epd_proxy_instances_ready", "Instances that get traffic", ["role"], registry=registry
+        )
+        self.buffered = Gauge(
+            "epd_proxy_buffered_bytes", "Bytes of request bodies held in memory", registry=registry
+        )
+        self.key_requests = Counter(
+            "epd_proxy_key_requests",
+            "Chat completions by API key (its name) and tenant, from the file of keys",
+            ["key", "tenant"],
+            registry=registry,
+        )
+
+    def discovery(self) -> DiscoveryMetrics:
+        """The series of a proxy that asks an API server; another one has none of them."""
+        return DiscoveryMetrics(self.registry)
+
+
+class DiscoveryMetrics:
+    """The watch of EndpointSlices."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.watch_up = Gauge(
+            "epd_proxy_watch_up",
+            "1 while instances follow the API server, 0 while the last known ones are used",
+            registry=registry,
+        )
+        self.watch_restarts = Counter(
+            "epd_proxy_watch_restarts",
+            "Lost watches, each followed by a new list, by reason: lost, silent, expired (410), refused",
+            ["reason"],
+            registry=registry,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epd_proxy.config import Origin
@@ -20,29 +20,45 @@ class Instance:
     failures: int = 0
     """Counts lost connections, so that a probe begun before one cannot declare the instance ready."""
     trouble: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
-    """Set when a connection was lost: whoever probes need not wait."""
+    """Set when a connection was lost, or the instance removed: whoever probes need not wait."""
 
 
 class Pool:
-    """A role's instances. Whoever lists them (flags today) calls `add` and `remove`."""
+    """A role's instances. Whoever lists them (flags, or discovery) calls `add` and `remove`.
+
+    `added` is called with each instance that is new.
+    """
 
     def __init__(self, role: str, origins: Sequence[Origin] = ()) -> None:
         self.role = role
+        self.added: Callable[[Instance], None] = lambda instance: None
         self._instances: dict[str, Instance] = {}
         for origin in origins:
             self.add(origin)
 
     def add(self, origin: Origin) -> Instance:
-        return self._instances.setdefault(origin.url, Instance(origin))
+        known = self._instances.get(origin.url)
+        if known is not None:
+            return known
+        instance = self._instances[origin.url] = Instance(origin)
+        self.added(instance)
+        return instance
 
     def remove(self, origin: Origin) -> None:
-        """Final for this instance: one added later under the same address is another."""
+        """No new work for this instance, while what it has in flight goes on.
+
+        It is final: an instance added later under the same address is another one.
+        """
         gone = self._instances.pop(origin.url, None)
         if gone is not None:
             gone.ready, gone.reason = False, "removed"
+            gone.trouble.set()
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
+
+    def __len__(self) -> int:
+        return len(self._instances)
 
     def __contains__(self, instance: Instance) -> bool:
         return self._instances.get(instance.origin.url) is instance
@@ -86,13 +102,16 @@ class Lease:
         self.instance.outstanding -= self.size
 
 
-def spread(loads: Sequence[int], count: int) -> list[list[int]]:
+def spread(loads: Sequence[int], count: int, avoid: Mapping[int, int] | None = None) -> list[list[int]]:
     """Indices 0..count-1 over instances with `loads` outstanding items, each to the least loaded.
 
     One list of ascending indices for each instance; ties go to the first instance. `loads` is not empty.
+    `avoid` names the instance that an index goes to only where there is no other.
     """
+    avoid = avoid or {}
     shares: list[list[int]] = [[] for _ in loads]
     for index in range(count):
-        least = min(range(len(loads)), key=lambda i: loads[i] + len(shares[i]))
+        others = [i for i in range(len(loads)) if i != avoid.get(index)]
+        least = min(others or range(len(loads)), key=lambda i: loads[i] + len(shares[i]))
         shares[least].append(index)
     return shares

@@ -14,6 +14,8 @@ from epd_proxy.metrics import Metrics
 from epd_proxy.pool import Lease, spread
 
 Key = bytes
+Avoid = Mapping[Key, str]
+"""The URL of the encoder that an item should not go to."""
 
 
 class Recent:
@@ -67,20 +69,29 @@ class Primers:
         self._flying: dict[Key, _Flight] = {}
 
     async def prime(
-        self, call: PrimerCall, items: Sequence[MediaItem], keys: Sequence[Key], *, fresh: bool = False
+        self,
+        call: PrimerCall,
+        items: Sequence[MediaItem],
+        keys: Sequence[Key],
+        *,
+        missed: Sequence[Primed] | None = None,
     ) -> list[Primed]:
         """The answer for each item, in order; `keys` tells equal items.
 
-        `fresh` trusts no answer from before this call, but for calls that are fresh themselves. Raises what
+        `missed` are the answers that a PD could not use. With them no answer from before this call is
+        trusted, but for calls of this kind, and an item goes to another encoder than the one that answered
+        for it, where there is one: vLLM's believes what it has in memory to be in the store too. Raises what
         `Encoders.encode` raises, and Unavailable when no encoder is ready.
         """
+        avoid = None if missed is None else {k: one.encoder for k, one in zip(keys, missed, strict=True)}
         with self._metrics.primer_wait.time():
-            known = await self._obtain(call, dict(zip(keys, items, strict=True)), fresh=fresh, join=True)
+            known = await self._obtain(call, dict(zip(keys, items, strict=True)), avoid, join=True)
         return [known[key] for key in keys]
 
     async def _obtain(
-        self, call: PrimerCall, wanted: Mapping[Key, MediaItem], *, fresh: bool, join: bool
+        self, call: PrimerCall, wanted: Mapping[Key, MediaItem], avoid: Avoid | None, *, join: bool
     ) -> dict[Key, Primed]:
+        fresh = avoid is not None
         known: dict[Key, Primed] = {}
         joined: set[_Flight] = set()
         to_send: dict[Key, MediaItem] = {}
@@ -96,14 +107,14 @@ class Primers:
                 self._metrics.shared.inc()
             else:
                 to_send[key] = item
-        own = self._launch(call, to_send, fresh)
+        own = self._launch(call, to_send, avoid)
         answers, refused = await self._land(own, joined)
         known |= {key: primed for key, primed in answers.items() if key in wanted}
         if again := {key: item for key, item in wanted.items() if key in refused and key not in known}:
-            known |= await self._obtain(call, again, fresh=fresh, join=False)
+            known |= await self._obtain(call, again, avoid, join=False)
         return known
 
-    def _launch(self, call: PrimerCall, items: Mapping[Key, MediaItem], fresh: bool) -> set[_Flight]:
+    def _launch(self, call: PrimerCall, items: Mapping[Key, MediaItem], avoid: Avoid | None) -> set[_Flight]:
         """Start one call for each encoder that gets a share of `items`."""
         if not items:
             return set()
@@ -111,13 +122,15 @@ class Primers:
         if not ready:
             raise Unavailable("encoder", "is ready; requests without media are still served")
         keys = list(items)
+        index_of = {instance.origin.url: index for index, instance in enumerate(ready)}
+        answered = [(avoid or {}).get(key) for key in keys]
+        barred = {n: index_of[url] for n, url in enumerate(answered) if url in index_of}
+        shares = spread([instance.outstanding for instance in ready], len(keys), barred)
         flights = set()
-        for instance, share in zip(ready, spread([i.outstanding for i in ready], len(keys)), strict=True):
+        for instance, share in zip(ready, shares, strict=True):
             if share:
-                mine = [keys[index] for index in share]
-                flights.add(
-                    self._take_off(call, {key: items[key] for key in mine}, fresh, Lease(instance, len(mine)))
-                )
+                mine = {keys[index]: items[keys[index]] for index in share}
+                flights.add(self._take_off(call, mine, avoid is not None, Lease(instance, len(mine))))
         return flights
 
     def _take_off(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
 
 from epd_proxy import logs
 from epd_proxy.http1 import Client, Reply, UpstreamError
-from epd_proxy.metrics import Metrics
 from epd_proxy.pool import Instance
 from epd_proxy.upstream import Role
 
@@ -17,22 +19,39 @@ _MAX_ANSWER = 1 << 20
 
 
 class Prober:
-    """Keeps every instance of some roles probed, from the first round at start until the end."""
+    """Keeps every instance of some roles probed, from the first round at start until the end.
 
-    def __init__(self, roles: tuple[Role, ...], metrics: Metrics) -> None:
+    An instance that is added later is probed at once, and then like the others.
+    """
+
+    def __init__(self, roles: tuple[Role, ...]) -> None:
         self._roles = roles
-        self._metrics = metrics
-        self._loops: list[asyncio.Task[None]] = []
+        self._loops: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Probe everything once, so that the first request finds its instances, and go on probing."""
         everything = [(role, instance) for role in self._roles for instance in role.pool]
         await asyncio.gather(*(self._probe(role, instance) for role, instance in everything))
-        self._loops = [asyncio.create_task(self._watch(*one)) for one in everything]
+        for one in everything:
+            self._keep(self._watch(*one))
+        for role in self._roles:
+            role.pool.added = partial(self._added, role)
 
     def stop(self) -> None:
         for loop in self._loops:
             loop.cancel()
+
+    def _added(self, role: Role, instance: Instance) -> None:
+        self._keep(self._probe_and_watch(role, instance))
+
+    def _keep(self, loop: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(loop)
+        self._loops.add(task)
+        task.add_done_callback(self._loops.discard)
+
+    async def _probe_and_watch(self, role: Role, instance: Instance) -> None:
+        await self._probe(role, instance)
+        await self._watch(role, instance)
 
     async def _watch(self, role: Role, instance: Instance) -> None:
         while instance in role.pool:
@@ -41,14 +60,14 @@ class Prober:
             else:
                 await asyncio.sleep(DOWN_SECONDS)
             instance.trouble.clear()
-            await self._probe(role, instance)
+            if instance in role.pool:
+                await self._probe(role, instance)
 
     async def _probe(self, role: Role, instance: Instance) -> None:
         failures, before = instance.failures, instance.ready
         ready, reason = await probe(role.client, instance)
         role.pool.probed(instance, failures, ready, reason)
-        self._metrics.instances_ready.labels(role.name).set(len(role.pool.ready()))
-        if instance.ready != before:
+        if instance in role.pool and instance.ready != before:
             logs.info(
                 "instance",
                 role=role.name,

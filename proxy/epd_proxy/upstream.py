@@ -45,6 +45,8 @@ class Role:
         self.pool = Pool(name, origins)
         self.client = Client(connect_timeout)
         self._metrics = metrics
+        metrics.instances.labels(name).set_function(lambda: len(self.pool))
+        metrics.instances_ready.labels(name).set_function(lambda: len(self.pool.ready()))
 
     def lease(self, size: int = 1) -> Lease:
         """The instance for the next piece of work. Raises Unavailable when none is ready."""

@@ -83,3 +83,20 @@ def test_items_go_where_the_fewest_are_outstanding():
     assert spread([4, 0, 1], 4) == [[], [0, 1, 3], [2]]
     assert spread([7], 2) == [[0, 1]]
     assert spread([1, 1], 0) == [[], []]
+
+
+def test_an_item_avoids_an_instance_where_there_is_another():
+    assert spread([0, 5], 3, {0: 0, 2: 1}) == [[1, 2], [0]]
+    assert spread([0], 1, {0: 0}) == [[0]]
+
+
+def test_who_probes_hears_of_new_instances_and_of_removed_ones():
+    pool = Pool("pd", URLS[:1])
+    told: list = []
+    pool.added = told.append
+    new = pool.add(URLS[1])
+    pool.add(URLS[1])
+    assert told == [new]
+    pool.remove(URLS[1])
+    assert new.trouble.is_set()
+    assert len(pool) == 1

@@ -41,9 +41,11 @@ def item(name: str, remote: bool = False) -> MediaItem:
     return MediaItem(Place(0, 0), "image", {"name": name}, remote)
 
 
-def start(primers: Primers, *names: str, fresh: bool = False) -> asyncio.Task:
+def start(primers: Primers, *names: str, fresh: bool = False, seen_by: str = "") -> asyncio.Task:
+    """`fresh`: after a miss of what the encoder at the URL `seen_by` answered."""
     keys = [name.encode() for name in names]
-    return asyncio.ensure_future(primers.prime(None, [item(name) for name in names], keys, fresh=fresh))
+    missed = [Primed(name, {}, seen_by) for name in names] if fresh else None
+    return asyncio.ensure_future(primers.prime(None, [item(name) for name in names], keys, missed=missed))
 
 
 async def settle() -> None:
@@ -81,6 +83,21 @@ async def test_fresh_primers_join_each_other_and_others_join_them(encoders, prim
     encoders.calls[0][1].set_result("new")
     assert {primed[0].mm_hash for primed in await asyncio.gather(*tasks)} == {"a-new"}
     assert len(encoders.calls) == 1
+
+
+async def test_after_a_miss_an_item_goes_to_another_encoder_where_there_is_one():
+    encoders = Gated(instances=2)
+    primers = Primers(encoders, Metrics())
+    tasks = [start(primers, "a", "b", fresh=True, seen_by="http://e:1")]
+    await asyncio.sleep(0)
+    assert encoders.loads == [0, 2]
+    encoders.role.pool.remove(Origin.parse("http://e:2"))
+    tasks.append(start(primers, "c", fresh=True, seen_by="http://e:1"))
+    await asyncio.sleep(0)
+    assert encoders.loads == [1]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_request_joins_some_items_and_sends_the_others(encoders, primers):

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from epd_proxy.cli import parse
-from epd_proxy.config import Limits, Origin
+from epd_proxy.config import Limits, Origin, Services
 
 PD = ["--pd", "http://127.0.0.1:8002"]
 
@@ -23,9 +23,17 @@ def test_instances_keep_their_order_and_limits_their_defaults():
     assert (config.host, config.port) == ("127.0.0.1", 8000)
 
 
+def test_instances_by_service():
+    services = ["--encoder-service", "d-encoder", "--pd-service", "d-pd", "--kubernetes-namespace", "models"]
+    config = parse(services)
+    assert config.services == Services("models", "d-pd", "d-encoder")
+    assert (config.encoders, config.pds) == ((), ())
+
+
 def test_every_limit_has_a_flag():
     flags = {
         "max_body": "--max-body-bytes",
+        "max_buffered": "--max-buffered-bytes",
         "max_items": "--max-media-items",
         "max_in_flight": "--max-in-flight",
         "connect": "--connect-timeout",
@@ -37,7 +45,7 @@ def test_every_limit_has_a_flag():
     }
     arguments = [word for n, flag in enumerate(flags.values(), 1) for word in (flag, str(n))]
     limits = parse([*PD, *arguments]).limits
-    assert [getattr(limits, name) for name in flags] == list(range(1, 10))
+    assert [getattr(limits, name) for name in flags] == list(range(1, 11))
     assert set(flags) == {field.name for field in fields(Limits)}
 
 
@@ -49,6 +57,12 @@ def test_every_limit_has_a_flag():
         (["--pd", "http://h:1/v1"], "scheme, host and port only"),
         (["--pd", "http://h:99999"], "ort"),
         ([*PD, *PD], "given twice"),
+        (["--encoder-service", "e", "--kubernetes-namespace", "n"], "--pd-service is needed"),
+        ([*PD, "--pd-service", "p"], "not both"),
+        (["--pd-service", "p", "--encoder-service", "p"], "the same"),
+        (["--pd-service", "p"], "--kubernetes-namespace is needed"),
+        (["--pd-service", "p,q"], "is no name"),
+        ([*PD, "--max-buffered-bytes", "1"], "would never fit"),
         ([*PD, "--max-in-flight", "0"], "not positive"),
         ([*PD, "--idle-timeout", "inf"], "not positive"),
         ([*PD, "--idle-timeout", "x"], "--idle-timeout"),
