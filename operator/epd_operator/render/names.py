@@ -15,8 +15,7 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 def base_name(name: str) -> str:
     """What the names of all children of the resource `name` begin with: the name, or its start and a hash.
 
-    The base and not each child is cut, so that whoever knows the base (the proxy does, by its command line)
-    finds every child as `<base>-<suffix>`.
+    The base and not each child is cut, so that all children of a resource begin alike.
     """
     return _fitting(name, BASE_LENGTH)
 

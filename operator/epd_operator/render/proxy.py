@@ -5,8 +5,9 @@ from typing import Any
 from ..api import EPDDeployment, duration_seconds
 from .context import Images
 from .labels import child, labels, namespace
-from .names import base_name, child_name
+from .names import child_name
 from .pods import PORT, PodParts, http_get, pod_template, startup_probe
+from .roles import roles_of
 from .workloads import deployment_of
 
 COMPONENT = "proxy"
@@ -67,8 +68,8 @@ def _command(deployment: EPDDeployment) -> list[str]:
     command = ["epd-proxy", "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--drain-timeout", f"{duration_seconds(proxy.drain_timeout):g}"]
     command += ["--kubernetes-namespace", namespace(deployment)]
-    # It looks for the Services `<this>-<role>`.
-    command += ["--kubernetes-deployment", base_name(deployment.metadata.name)]
+    for role, _ in roles_of(deployment):
+        command += [f"--{role}-service", child_name(deployment.metadata.name, role)]
     if proxy.api_keys_secret is not None:
         command += ["--api-keys-file", API_KEYS_FILE]
     return command

@@ -1,5 +1,6 @@
 """The golden cases, and resources made of a few lines."""
 
+import functools
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def document_of(case: str) -> str:
     return (HERE / "cases" / f"{case}.yaml").read_text()
 
 
+@functools.cache
 def render_case(case: str) -> list[dict[str, Any]]:
+    """The manifests of a case; shared by all tests, so not to be changed."""
     return render(parse_document(document_of(case)), context_of(case))
 
 

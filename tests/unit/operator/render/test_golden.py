@@ -6,6 +6,7 @@
 import functools
 import json
 import os
+from copy import deepcopy
 from typing import Any
 
 import kubernetes_validate
@@ -70,7 +71,7 @@ def test_manifests_are_valid(case: str, version: str) -> None:
 
 
 def test_the_validator_finds_what_is_wrong() -> None:
-    deployment = next(one for one in render_case("minimal") if one["kind"] == "Deployment")
+    deployment = deepcopy(next(one for one in render_case("minimal") if one["kind"] == "Deployment"))
     deployment["spec"]["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError, match="imagePulPolicy"):
         kubernetes_validate.validate(deployment, OLDEST, strict=True)

@@ -48,11 +48,8 @@ def test_a_suffix_that_would_not_fit_is_a_mistake_of_ours() -> None:
 
 
 def test_the_proxy_of_a_long_name_looks_for_the_services_that_there_are() -> None:
-    name = "n" * 63
-    manifests = rendered(name=name)
-    base = flag(
-        main_container(find(manifests, "Deployment", child_name(name, "proxy"))), "--kubernetes-deployment"
-    )
+    manifests = rendered(name="n" * 63)
+    proxy = main_container(find(manifests, "Deployment", child_name("n" * 63, "proxy")))
     services = {one["metadata"]["name"] for one in manifests if one["kind"] == "Service"}
-    assert {f"{base}-encoder", f"{base}-pd", f"{base}-proxy"} == services
+    assert {flag(proxy, "--encoder-service"), flag(proxy, "--pd-service")} < services
     assert all(len(one["metadata"]["name"]) <= 63 for one in manifests)

@@ -6,6 +6,7 @@ import pytest
 
 from epd_operator.api import EPDDeployment
 from epd_operator.render import RenderContext, ServedVersions, endpoint, render
+from epd_proxy import cli as proxy_cli
 
 from .documents import CONTEXT, IMAGES, find, flag, main_container, rendered, resource
 
@@ -32,6 +33,15 @@ def test_the_proxy_may_read_endpoint_slices_and_nothing_else() -> None:
     assert binding["subjects"] == [
         {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "serving"}
     ]
+
+
+def test_the_proxy_takes_the_command_line() -> None:
+    container = main_container(
+        find(rendered({"proxy": {"drainTimeout": "1m"}}), "Deployment", "digits-proxy")
+    )
+    assert container["command"] == ["epd-proxy"]
+    config = proxy_cli.parse(container["args"])
+    assert (config.host, config.port, config.limits.drain) == ("0.0.0.0", 8000, 60)
 
 
 def test_the_port_of_the_proxy_is_its_services() -> None:
