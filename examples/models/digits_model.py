@@ -38,7 +38,9 @@ MERGE = 2
 CELL = PATCH * MERGE  # edge of the square of pixels behind one image token
 # A scan has 8 by 8 pixels: a larger picture would cost tokens and show no more.
 MIN_PIXELS = (2 * CELL) ** 2
-MAX_PIXELS = (3 * CELL) ** 2
+# Three cells by three, and some room: resizing rounds down, and at the bare square of 84 it would
+# make two cells of the shorter edge of every picture that is not exactly square.
+MAX_PIXELS = (3 * CELL + 4) ** 2
 
 # About one over the root of the width. The customary 0.02 starves a model as narrow as this one.
 INIT_STD = 0.08

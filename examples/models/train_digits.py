@@ -13,7 +13,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from examples.models.digits_batches import (
 )
 from examples.models.digits_data import Digits, draw, load_split, random_size, random_style
 
-STEPS = 2400
+STEPS = 2000
 WARM_UP_SHARE = 0.4  # of the steps, for the vision tower alone
 WARM_UP_RATE = 3e-3
 CHAT_RATE = 2e-3
@@ -42,6 +44,11 @@ BATCHES_PER_STEP = 3
 WEIGHT_DECAY = 0.05
 # The digit head goes on teaching the vision tower, lest the words alone let it drift.
 HEAD_LOSS_SHARE = 0.3
+
+
+# Patches `[patches, 1176]` float32, grids `[n, 3]` int64 and labels `[n]` int64 of n pictures.
+Pictures = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
 class DigitsTrainer:
@@ -60,23 +67,30 @@ class DigitsTrainer:
         embed_patches_by_product(self.model)
         self.head = nn.Linear(self.model.config.vision_config.out_hidden_size, 10)
 
-    def vision_loss(self) -> torch.Tensor:
-        """Loss, a scalar, of the digit head over pictures drawn at random."""
+    def draw_pictures(self) -> Pictures:
+        """Pictures for the vision tower alone."""
         chosen = self.rng.integers(len(self.digits), size=WARM_UP_PICTURES)
         pictures = [
             draw(self.digits.scans[row], random_size(self.rng), random_style(self.rng)) for row in chosen
         ]
-        features = self.model.model.get_image_features(*preprocess(pictures, self.image_processor))
-        return self.head_loss(features.pooler_output, torch.from_numpy(self.digits.labels[chosen]))
+        return *preprocess(pictures, self.image_processor), torch.from_numpy(self.digits.labels[chosen])
 
-    def chat_loss(self) -> torch.Tensor:
-        """Loss, a scalar, over the answers of a few batches of conversations."""
-        losses = []
-        for _ in range(BATCHES_PER_STEP):
-            layout = random_layout(self.rng)
-            batch = make_batch(self.rng, layout, self.digits, self.tokenizer, self.image_processor)
-            losses.append(self.batch_loss(batch))
-        return torch.stack(losses).mean()
+    def draw_chats(self) -> list[Batch]:
+        """A few batches of conversations, for one step."""
+        return [
+            make_batch(self.rng, random_layout(self.rng), self.digits, self.tokenizer, self.image_processor)
+            for _ in range(BATCHES_PER_STEP)
+        ]
+
+    def vision_loss(self, pictures: Pictures) -> torch.Tensor:
+        """Loss, a scalar, of the digit head."""
+        pixel_values, grid, labels = pictures
+        features = self.model.model.get_image_features(pixel_values, grid)
+        return self.head_loss(features.pooler_output, labels)
+
+    def chat_loss(self, batches: list[Batch]) -> torch.Tensor:
+        """Loss, a scalar, over the answers of all batches."""
+        return torch.stack([self.batch_loss(batch) for batch in batches]).mean()
 
     def batch_loss(self, batch: Batch) -> torch.Tensor:
         """Loss, a scalar, of the words in the answers and of the digit head."""
@@ -122,8 +136,26 @@ def embed_patches_by_product(model: Qwen2_5_VLForConditionalGeneration) -> None:
     embed.forward = lambda pixels: pixels @ embed.proj.weight.flatten(1).T
 
 
+def ahead(make: Callable[[], T], count: int) -> Iterator[T]:
+    """Call `make` `count` times, each time while the caller works on the result before.
+
+    One thread calls it, in order: the random numbers do not depend on who is faster.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(make)
+        for _ in range(count - 1):
+            ready, coming = coming.result(), pool.submit(make)
+            yield ready
+        yield coming.result()
+
+
 def run_phase(
-    name: str, trainer: DigitsTrainer, loss_of: Callable[[], torch.Tensor], steps: int, rate: float
+    name: str,
+    trainer: DigitsTrainer,
+    make: Callable[[], T],
+    loss_of: Callable[[T], torch.Tensor],
+    steps: int,
+    rate: float,
 ) -> None:
     """Minimise one loss for a number of steps: AdamW, a short rise of the rate, then a cosine."""
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
@@ -134,8 +166,8 @@ def run_phase(
     )
     start = time.monotonic()
     running = 0.0
-    for step in range(1, steps + 1):
-        loss = loss_of()
+    for step, sample in enumerate(ahead(make, steps), 1):
+        loss = loss_of(sample)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(list(trainer.parameters()), 1.0)
@@ -155,9 +187,9 @@ def train(steps: int, seed: int) -> DigitsTrainer:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     train_digits, _ = load_split()
     trainer = DigitsTrainer(seed, train_digits)
-    warm_up = round(steps * WARM_UP_SHARE)
-    run_phase("digits", trainer, trainer.vision_loss, warm_up, WARM_UP_RATE)
-    run_phase("chat", trainer, trainer.chat_loss, steps - warm_up, CHAT_RATE)
+    warm_up = max(1, round(steps * WARM_UP_SHARE))
+    run_phase("digits", trainer, trainer.draw_pictures, trainer.vision_loss, warm_up, WARM_UP_RATE)
+    run_phase("chat", trainer, trainer.draw_chats, trainer.chat_loss, max(1, steps - warm_up), CHAT_RATE)
     return trainer
 
 
