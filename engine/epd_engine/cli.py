@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve_parser.error(str(error))
     from epd_engine.server.serve import serve  # torch is imported only once the flags are right
 
-    sys.exit(serve(config, arguments.host, arguments.port, arguments.log_level))
+    sys.exit(serve(config, arguments.host, arguments.port, arguments.drain_timeout, arguments.log_level))
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +129,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.media.max_pixels,
         metavar="N",
         help="per picture",
+    )
+    add(
+        "--drain-timeout",
+        type=_positive,
+        default=30,
+        metavar="SECONDS",
+        help="what has begun may finish, once told to end (default: %(default)s)",
     )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 

@@ -15,11 +15,13 @@ from epd_engine.server.app import Service, create_app
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 30
-DRAIN_SECONDS = 30
 
 
-def serve(config: EngineConfig, host: str, port: int, log_level: str) -> int:
-    """Listens at once, loads the weights meanwhile, ends by SIGTERM or SIGINT; returns the exit status."""
+def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_level: str) -> int:
+    """Listens at once, loads the weights meanwhile, ends by SIGTERM or SIGINT; returns the exit status.
+
+    Told to end, it finishes what it has begun within `drain_timeout` seconds.
+    """
     logs.configure(log_level)
     loop = EngineLoop(lambda: Engine(config))
     service = Service(config, loop)
@@ -35,7 +37,7 @@ def serve(config: EngineConfig, host: str, port: int, log_level: str) -> int:
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=drain_timeout,
         )
     )
     server.run()
