@@ -41,7 +41,8 @@ class Call:
 class Engine:
     """One scripted engine; `script` holds handlers for the next calls, then `default` answers."""
 
-    def __init__(self, default: Handler) -> None:
+    def __init__(self, default: Handler, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.default = default
         self.script: list[Handler] = []
         self.calls: list[Call] = []
@@ -55,7 +56,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -65,7 +66,7 @@ class Engine:
         app.router.add_get("/health", self._probe)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
 

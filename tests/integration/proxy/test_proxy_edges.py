@@ -50,6 +50,29 @@ async def test_bad_bodies_are_refused_in_openais_words_and_nothing_is_sent(setup
     assert (await s.chat(text("hi"))).content == ANSWER
 
 
+async def test_bodies_that_are_too_much_together_get_429_until_one_is_gone(setup: MakeSetup):
+    s = await setup(max_buffered=3000)
+    gate = asyncio.Event()
+    s.pds[0].default = waits(gate, decode)
+    first = asyncio.create_task(s.chat(text("x" * 2000)))
+    await s.pds[0].wait_calls(1)
+    assert await s.metric("epd_proxy_buffered_bytes") > 2000
+
+    async def in_pieces():
+        for piece in (b'{"messages": [{"role": "user", "content": "', b"x" * 2000, b'"}]}'):
+            yield piece
+
+    for content in (b"x" * 2000, in_pieces()):
+        answer = await s.client.post("/v1/chat/completions", content=content)
+        assert (answer.status_code, error(answer)["code"]) == (429, "too_many_requests")
+        assert answer.headers["retry-after"] == "1"
+    assert (await s.client.get("/v1/models")).status_code == 200
+    gate.set()
+    assert (await first).status_code == 200
+    assert await s.metric("epd_proxy_buffered_bytes") == 0
+    assert (await s.chat(text("x" * 2000))).status_code == 200
+
+
 async def test_a_body_nested_too_deeply_is_refused(setup: MakeSetup):
     s = await setup()
     nested = b"[" * 500 + b"]" * 500

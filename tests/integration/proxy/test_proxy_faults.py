@@ -51,6 +51,15 @@ async def test_a_miss_is_encoded_again_once_and_asked_with_a_fresh_body(setup: M
     assert await s.metric("epd_proxy_reprimes_total") == 1
 
 
+async def test_after_a_miss_another_encoder_is_asked(setup: MakeSetup):
+    s = await setup(encoders=2)
+    s.pds[0].script.append(fails(503, "ec_miss"))
+    assert (await s.chat(image("a"), image("b"))).status_code == 200
+    first, second = ([call.sources for call in encoder.calls] for encoder in s.encoders)
+    assert first == [["data:image/png;base64,a"], ["data:image/png;base64,b"]]
+    assert second == [["data:image/png;base64,b"], ["data:image/png;base64,a"]]
+
+
 async def test_a_re_prime_replaces_what_was_remembered(setup: MakeSetup):
     s = await setup()
     await s.chat(image("a"))

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from epd_proxy.cli import parse
+from epd_proxy.cli import main, parse
 from epd_proxy.config import Limits, Origin, Services
 
 PD = ["--pd", "http://127.0.0.1:8002"]
@@ -81,3 +81,9 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     assert "epd-proxy --encoder http://127.0.0.1:8001 --pd http://127.0.0.1:8002" in text
     assert "--max-in-flight" in text
+
+
+def test_a_file_of_keys_that_cannot_be_used_ends_the_process(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["epd-proxy", *PD, "--api-keys-file", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit, match=r"--api-keys-file .*none.json: .*No such file"):
+        main()
