@@ -1,5 +1,6 @@
 """What runs as pods (or, under `epd up`, as processes): the roles and the proxy."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -15,6 +16,7 @@ from .base import (
     Quantity,
     Text,
     Word,
+    duration_seconds,
     list_map_by,
 )
 from .scaling import Autoscaling
@@ -116,6 +118,11 @@ class Workload(Part):
     """Arguments appended to the command line; they win over those before them."""
     env: list[EnvVar] = Field(default=[], max_length=128, json_schema_extra=list_map_by("name"))
     """Environment variables; they win over those set for the role."""
+
+    @property
+    def drain_seconds(self) -> int:
+        """`drain_timeout` in whole seconds, as command lines and pods take it."""
+        return math.ceil(duration_seconds(self.drain_timeout))
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:

@@ -97,6 +97,7 @@ def _engine(
     }
     argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
     argv += ["--served-model-name", model.name, "--ec-transfer-config", json.dumps(transfer)]
+    argv += ["--drain-timeout", str(settings.drain_seconds)]
     if model.revision is not None:
         argv += ["--revision", model.revision]
     # Each engine would take all cores for itself, and then they wait for one another.
@@ -105,9 +106,8 @@ def _engine(
 
 
 def _proxy(deployment: EPDDeployment, engines: Sequence[ProcessSpec], machine: Machine) -> ProcessSpec:
-    drain = duration_seconds(deployment.spec.proxy.drain_timeout)
     argv = [machine.proxy, "--host", machine.host, "--port", str(machine.proxy_port)]
-    argv += ["--drain-timeout", f"{drain:g}"]
+    argv += ["--drain-timeout", str(deployment.spec.proxy.drain_seconds)]
     for engine in engines:
         argv += [f"--{engine.role}", engine.url]
     # A wildcard is no address to talk to.

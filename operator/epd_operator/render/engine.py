@@ -73,6 +73,7 @@ def _command(deployment: EPDDeployment, name: str, role: Role) -> list[str]:
     model = deployment.spec.model
     command = ["epd-engine", "serve", _source(model), "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--served-model-name", model.name]
+    command += ["--drain-timeout", str(role.drain_seconds)]
     if model.revision is not None:
         command += ["--revision", model.revision]
     if any(_CUDA_DEVICES.fullmatch(device) for device in _devices(role)):

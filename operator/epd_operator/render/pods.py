@@ -102,8 +102,7 @@ def startup_probe(path: str, workload: Workload) -> Probe:
 
 def grace_seconds(workload: Workload) -> int:
     """How long a pod may take to end: longer than its drain."""
-    drain = math.ceil(duration_seconds(workload.drain_timeout))
-    return PRE_STOP_SECONDS + drain + GRACE_MARGIN_SECONDS
+    return PRE_STOP_SECONDS + workload.drain_seconds + GRACE_MARGIN_SECONDS
 
 
 def progress_deadline_seconds(workload: Workload) -> int:

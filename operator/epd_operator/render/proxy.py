@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..api import EPDDeployment, duration_seconds
+from ..api import EPDDeployment
 from .context import Images
 from .labels import child, labels, namespace
 from .names import child_name
@@ -66,7 +66,7 @@ def proxy_deployment(deployment: EPDDeployment, images: Images) -> dict[str, Any
 def _command(deployment: EPDDeployment) -> list[str]:
     proxy = deployment.spec.proxy
     command = ["epd-proxy", "--host", "0.0.0.0", "--port", str(PORT)]
-    command += ["--drain-timeout", f"{duration_seconds(proxy.drain_timeout):g}"]
+    command += ["--drain-timeout", str(proxy.drain_seconds)]
     command += ["--kubernetes-namespace", namespace(deployment)]
     for role, _ in roles_of(deployment):
         command += [f"--{role}-service", child_name(deployment.metadata.name, role)]

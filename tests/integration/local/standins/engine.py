@@ -13,7 +13,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("command", choices=["serve"])
 parser.add_argument("model")
-for flag in ("--host", "--served-model-name", "--ec-transfer-config"):
+for flag in ("--host", "--served-model-name", "--ec-transfer-config", "--drain-timeout"):
     parser.add_argument(flag, required=True)
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--greeting", default="hello")
