@@ -96,8 +96,8 @@ def _engine(
         "ec_connector_extra_config": {"shared_storage_path": str(machine.store)},
     }
     argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
-    argv += ["--served-model-name", model.name, "--ec-transfer-config", json.dumps(transfer)]
-    argv += ["--drain-timeout", str(settings.drain_seconds)]
+    argv += ["--served-model-name", model.name, "--drain-timeout", str(settings.drain_seconds)]
+    argv += ["--ec-transfer-config", json.dumps(transfer)]
     if model.revision is not None:
         argv += ["--revision", model.revision]
     # Each engine would take all cores for itself, and then they wait for one another.

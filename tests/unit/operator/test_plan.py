@@ -44,7 +44,7 @@ def test_each_role_gets_its_own_command_line_and_the_proxy_knows_them_all() -> N
     encoder, _, pd, proxy = plan.processes
     assert encoder.argv[:-1] == (
         *("/bin/epd-engine", "serve", "/m/digits-vl", "--host", "127.0.0.1", "--port", "1001"),
-        *("--served-model-name", "digits-vl", "--ec-transfer-config"),
+        *("--served-model-name", "digits-vl", "--drain-timeout", "30", "--ec-transfer-config"),
     )
     assert json.loads(encoder.argv[-1]) == {
         "ec_connector": "ECSharedStorageConnector",
