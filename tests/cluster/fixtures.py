@@ -1,5 +1,7 @@
 """pytest fixtures: a control plane, a whole cluster, and a namespace for each test."""
 
+import re
+import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -9,10 +11,14 @@ import pytest
 
 from . import providers
 from .base import Cluster
-from .command import Unavailable
+from .command import POLL_S, ClusterError, Unavailable
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
+
+SERVICE_ACCOUNT_S = 60.0
+FIRST_WITHOUT_SECRETS = 24
+"""The minor version from which a service account is complete without a secret that holds its token."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,32 @@ def _namespace(cluster: Cluster) -> Iterator[Namespace]:
         core = client.CoreV1Api(connection)
         core.create_namespace({"metadata": {"name": name}})
         try:
+            _await_service_account(connection, name)
             yield Namespace(name, cluster, connection)
         finally:
             # Not waited for: the name is never used again.
             core.delete_namespace(name, propagation_policy="Background")
+
+
+def _await_service_account(connection: "ApiClient", namespace: str) -> None:
+    """Before the namespace's service account is complete, no pod may be made in it."""
+    from kubernetes import client
+
+    minor = int(re.sub(r"\D", "", client.VersionApi(connection).get_code().minor))
+    core = client.CoreV1Api(connection)
+    deadline = time.monotonic() + SERVICE_ACCOUNT_S
+    while time.monotonic() < deadline:
+        accounts = [
+            one
+            for one in core.list_namespaced_service_account(namespace).items
+            if one.metadata.name == "default"
+        ]
+        if accounts and (accounts[0].secrets or minor >= FIRST_WITHOUT_SECRETS):
+            return
+        time.sleep(POLL_S)
+    raise ClusterError(
+        f"namespace {namespace} has no complete service account after {SERVICE_ACCOUNT_S:.0f} s"
+    )
 
 
 @pytest.fixture

@@ -39,6 +39,14 @@ def find(state: Path, component: str | None = None) -> list[int]:
     return pids
 
 
+def _dying(pid: int) -> bool:
+    """A killed process has no environment any more, but may hold files and mounts for a moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def _signal(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         try:
@@ -50,8 +58,10 @@ def _signal(pids: Sequence[int], number: int) -> None:
 def kill_all(state: Path) -> None:
     """Ends every process of a cluster at once."""
     deadline = time.monotonic() + GRACE_S
-    while pids := find(state):
+    killed: set[int] = set()
+    while pids := find(state) or [pid for pid in killed if _dying(pid)]:
         _signal(pids, signal.SIGKILL)
+        killed.update(pids)
         if time.monotonic() > deadline:
             raise ClusterError(f"{state}: these processes do not die: {pids}")
         time.sleep(POLL_S)

@@ -62,7 +62,7 @@ def test_the_scheduler_says_why_a_pod_waits(namespace: Namespace) -> None:
 
 
 @pytest.mark.parametrize("force", [False, True], ids=["asked", "killed"])
-def test_a_restarted_api_server_has_the_data(
+def test_a_restarted_api_server_has_the_data_and_its_controllers(
     control_plane: Cluster, namespace: Namespace, force: bool
 ) -> None:
     core = client.CoreV1Api(namespace.client)
@@ -73,17 +73,12 @@ def test_a_restarted_api_server_has_the_data(
     control_plane.start_apiserver()
     after = core.read_namespaced_config_map("kept", namespace.name)
     assert after.metadata.uid == before.metadata.uid
+    client.AppsV1Api(namespace.client).create_namespaced_deployment(namespace.name, deployment("web", 1))
+    until(lambda: core.list_namespaced_pod(namespace.name).items, "a pod of a deployment")
 
 
 def _connect(cluster: Cluster) -> None:
     Api(cluster.kubeconfig).text("/readyz")
-
-
-def test_controllers_go_on_after_a_restart(control_plane: Cluster, namespace: Namespace) -> None:
-    control_plane.restart_apiserver()
-    client.AppsV1Api(namespace.client).create_namespaced_deployment(namespace.name, deployment("web", 1))
-    core = client.CoreV1Api(namespace.client)
-    until(lambda: core.list_namespaced_pod(namespace.name).items, "a pod")
 
 
 def test_the_audit_log_counts_requests(control_plane: Cluster, namespace: Namespace) -> None:
