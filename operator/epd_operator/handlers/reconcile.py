@@ -1,0 +1,143 @@
+"""Observe, render, diff, apply, prune, status: one resource at a time, from whatever state it is in."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from ..api import EPDDeployment
+from ..api.status import Condition
+from ..apply.api import Api
+from ..apply.children import Children
+from ..apply.kinds import CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
+from ..apply.ownership import Owner
+from ..apply.plan import Ref, is_ending, plan
+from ..render import RenderContext, RenderError, render
+from ..status.compute import Observed, claims_of, compute_status, previous_conditions
+from ..status.events import notes
+from ..status.parts import Problem
+from .cache import Cache, Key
+from .reading import INVALID, RefusedError, read
+from .recorder import Recorder
+
+Object = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class Result(StrEnum):
+    """How a reconcile ended."""
+
+    OK = "ok"
+    """Nothing is left to do until something changes."""
+    REFUSED = "refused"
+    """The spec must change."""
+    FAILED = "failed"
+    """To be tried again."""
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What a resource asks for."""
+
+    deployment: EPDDeployment | None
+    manifests: list[Object]
+    problems: list[Problem]
+
+
+class Reconciler:
+    """Brings resources to what they say. Raises ApiError where a resource's own status cannot be read or
+    written."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        api: Api,
+        context: RenderContext,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._cache = cache
+        self._api = api
+        self._context = context
+        self._now = now
+        self._kinds: dict[str, Kind] = {kind.kind: kind for kind in child_kinds(context.versions)}
+        self._children = Children(api, self._kinds.values())
+        self._recorder = Recorder(api)
+
+    async def reconcile(self, key: Key) -> Result:
+        """Looks at one resource and does what is needed."""
+        resource = self._cache.resource(key)
+        if resource is None or is_ending(resource):
+            # What it made names it as the owner: the API server collects it.
+            return Result.OK
+        children = self._cache.children(key)
+        wish = self._wish(resource, children)
+        problems = list(wish.problems)
+        if wish.deployment is not None and not wish.deployment.spec.paused:
+            owner = Owner(key.name, resource["metadata"]["uid"])
+            steps = plan(wish.manifests, children, owner, self._kinds)
+            outcome = await self._children.carry_out(steps, children, owner)
+            for written in outcome.written:
+                self._cache.put(self._kinds[written["kind"]], written)
+            problems += outcome.problems
+            if not steps.is_empty:
+                log.info("children written", extra={"resource": str(key), "count": len(outcome.written)})
+        await self._report(key, resource, wish.deployment, problems)
+        if wish.problems:
+            return Result.REFUSED
+        return Result.FAILED if problems else Result.OK
+
+    def _wish(self, resource: Object, children: dict[Ref, Object]) -> _Wish:
+        try:
+            deployment = read(resource, children)
+            return _Wish(deployment, render(deployment, self._context), [])
+        except RefusedError as refused:
+            return _Wish(None, [], [Problem(refused.reason, line) for line in refused.lines])
+        except RenderError as error:
+            return _Wish(None, [], [Problem(INVALID, str(error))])
+
+    async def _report(
+        self, key: Key, resource: Object, deployment: EPDDeployment | None, problems: list[Problem]
+    ) -> None:
+        children = self._cache.children(key)
+        claims = {ref.name: found for ref, found in children.items() if ref.kind == CLAIM.kind}
+        if deployment is not None:
+            claims |= await self._others_claims(deployment, key, claims)
+        observed = Observed(
+            resource=resource,
+            deployment=deployment,
+            problems=problems,
+            deployments=[found for ref, found in children.items() if ref.kind == DEPLOYMENT.kind],
+            pods=[found for ref, found in children.items() if ref.kind == POD.kind],
+            claims=claims,
+        )
+        now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        status = compute_status(observed, now)
+        # The store's usage is the janitor's to write.
+        before = {name: part for name, part in resource.get("status", {}).items() if name != "store"}
+        if status == before:
+            return
+        metadata = {"name": key.name, "namespace": key.namespace, "uid": resource["metadata"]["uid"]}
+        manifest = {
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.kind,
+            "metadata": metadata,
+            "status": status,
+        }
+        self._cache.put(RESOURCE, await self._api.apply(f"{RESOURCE.path(*key)}/status", manifest))
+        after = [Condition.model_validate(one) for one in status["conditions"]]
+        for note in notes(previous_conditions(resource), after):
+            await self._recorder.tell(resource, note, now)
+
+    async def _others_claims(
+        self, deployment: EPDDeployment, key: Key, known: dict[str, Object]
+    ) -> dict[str, Object]:
+        """Claims that exist without us; they are not watched."""
+        found = {}
+        for name in claims_of(deployment):
+            if name not in known:
+                claim = await self._api.get(CLAIM.path(key.namespace, name))
+                if claim is not None:
+                    found[name] = claim
+        return found

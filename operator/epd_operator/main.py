@@ -1,0 +1,98 @@
+"""The command line of the operator."""
+
+import argparse
+import asyncio
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import kopf
+
+from .apply.kinds import UnservedError
+from .handlers import logs
+from .handlers.operator import Operator, Options
+from .render import Images
+
+_LEASE = "epd-operator"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `epd-operator`. Exits with 1 and one line where it cannot begin."""
+    given = _parser().parse_args(arguments)
+    logs.configure(given.log_level)
+    if given.kubeconfig:
+        os.environ["KUBECONFIG"] = given.kubeconfig
+    try:
+        asyncio.run(_run(_options(given)))
+    except (kopf.LoginError, UnservedError, OSError) as error:
+        sys.exit(f"epd-operator: {error}")
+
+
+async def _run(options: Options) -> None:
+    await Operator(options).run()
+
+
+def _options(given: argparse.Namespace) -> Options:
+    namespaces = tuple(sorted(set(given.namespaces)))
+    return Options(
+        images=Images(
+            engine=given.engine_image,
+            proxy=given.proxy_image,
+            vllm=given.vllm_image,
+            pull_policy=given.image_pull_policy,
+            pull_secrets=tuple(given.image_pull_secrets),
+        ),
+        namespaces=namespaces,
+        lease_name=_lease_name(namespaces) if given.leader_election else None,
+        lease_namespace=os.environ.get("POD_NAMESPACE"),
+        identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}_{os.getpid()}",
+        metrics_port=given.metrics_port,
+        health_port=given.health_port,
+        tick_s=given.tick,
+        stall_s=given.stall,
+    )
+
+
+def _lease_name(namespaces: tuple[str, ...]) -> str:
+    """Operators of different namespaces do not keep each other from acting."""
+    if not namespaces:
+        return _LEASE
+    return f"{_LEASE}-{hashlib.sha256(','.join(namespaces).encode()).hexdigest()[:8]}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="epd-operator", description="Runs EPDDeployments on Kubernetes.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run until told to end")
+    add = run.add_argument
+    add("--kubeconfig", metavar="FILE", help="how to reach the cluster, when not in it (or KUBECONFIG)")
+    add(
+        "--namespace",
+        dest="namespaces",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="serve this namespace only; may be given more than once",
+    )
+    add("--leader-election", action="store_true", help="act only while holding the Lease")
+    add("--engine-image", metavar="IMAGE", required=True, help="of engines, where a resource names none")
+    add("--proxy-image", metavar="IMAGE", required=True, help="of proxies")
+    add("--vllm-image", metavar="IMAGE", help="of engines of type vllm, where a resource names none")
+    policies = ("Always", "IfNotPresent", "Never")
+    add("--image-pull-policy", choices=policies, default="IfNotPresent", help="of all pods")
+    add(
+        "--image-pull-secret",
+        dest="image_pull_secrets",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a Secret in the resource's namespace; may be given more than once",
+    )
+    add("--metrics-port", type=int, default=8080, help="port of /metrics")
+    add("--health-port", type=int, default=8081, help="port of /healthz and /readyz")
+    add("--tick", type=float, default=60.0, metavar="SECONDS", help="look at every resource this often")
+    add("--stall", type=float, default=150.0, metavar="SECONDS", help="unhealthy when stuck for this long")
+    add("--log-level", choices=logs.LEVELS, default="info", help="least level that is logged")
+    return parser

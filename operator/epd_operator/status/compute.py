@@ -1,0 +1,108 @@
+"""The whole status, from what was observed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from ..api import EPDDeployment
+from ..api.status import Condition, RolesStatus, RoleStatus, Status, language_of
+from ..render import child_name, endpoint, roles_of, selector
+from ..render.labels import COMPONENT_LABEL
+from .conditions import STORE, verdicts, with_times
+from .parts import Object, PartState, Problem
+from .roles import role_state
+from .store import store_state
+
+PROXY = "proxy"
+_ROLES = tuple(RolesStatus.model_fields)[:4]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a status is computed from."""
+
+    resource: Object
+    """The resource as the API server has it."""
+    deployment: EPDDeployment | None
+    """The resource as we understand it; None where its spec is refused."""
+    problems: Sequence[Problem] = ()
+    """Problems of the whole."""
+    deployments: Sequence[Object] = ()
+    pods: Sequence[Object] = ()
+    claims: Mapping[str, Object] = field(default_factory=dict)
+    """By name; also claims that are not ours."""
+
+
+def compute_status(observed: Observed, now: str) -> Object:
+    """The status as the API server shall have it, without what others put into it."""
+    resource, deployment = observed.resource, observed.deployment
+    parts = _parts(observed)
+    where = endpoint(deployment) if deployment is not None else resource.get("status", {}).get("endpoint")
+    generation = resource["metadata"].get("generation", 0)
+    paused = deployment is not None and deployment.spec.paused
+    found = verdicts(parts, observed.problems, paused=paused, endpoint=where)
+    status = Status.model_validate(
+        {
+            "observedGeneration": generation,
+            "conditions": list(with_times(found, previous_conditions(resource), generation, now)),
+            "roles": _roles_status(parts),
+            "endpoint": where,
+        }
+    )
+    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def previous_conditions(resource: Object) -> list[Condition]:
+    """The conditions that a resource has; none where they are not ours to read."""
+    try:
+        return [Condition.model_validate(one) for one in resource.get("status", {}).get("conditions", [])]
+    except ValidationError:
+        return []
+
+
+def claims_of(deployment: EPDDeployment) -> list[str]:
+    """Names of the claims that the store uses."""
+    store = deployment.spec.ec_store
+    found = ((store.shared_storage, "store"), (store.shared_memory, "store-memory"))
+    return [
+        claimed.existing_claim or child_name(deployment.metadata.name, suffix)
+        for claimed, suffix in found
+        if claimed is not None
+    ]
+
+
+def _parts(observed: Observed) -> dict[str, PartState]:
+    """The state of each part; of a refused spec, of the parts that exist."""
+    deployments = {_component(one): one for one in observed.deployments}
+    if observed.deployment is not None:
+        names = [*(name for name, _ in roles_of(observed.deployment)), PROXY]
+    else:
+        names = [name for name in (*_ROLES, PROXY) if name in deployments]
+    pods: dict[str, list[Object]] = {name: [] for name in names}
+    for pod in observed.pods:
+        pods.setdefault(_component(pod), []).append(pod)
+    resource_name = observed.resource["metadata"]["name"]
+    parts = {}
+    for name in names:
+        labels = selector(resource_name, name)
+        text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        parts[name] = role_state(deployments.get(name), pods[name], text)
+    if observed.deployment is not None:
+        claims = [(name, observed.claims.get(name)) for name in claims_of(observed.deployment)]
+        parts[STORE] = store_state(claims, observed.pods)
+    return parts
+
+
+def _component(found: Object) -> str:
+    return str(found["metadata"].get("labels", {}).get(COMPONENT_LABEL, ""))
+
+
+def _roles_status(parts: Mapping[str, PartState]) -> RolesStatus:
+    counts: dict[str, RoleStatus] = {}
+    for name in _ROLES:
+        part = parts.get(name)
+        if part is not None and part.counts is not None:
+            counts[name] = part.counts
+    language = language_of(counts.get("pd"), counts.get("prefill"), counts.get("decode"))
+    return RolesStatus(**counts, language=language)

@@ -1,0 +1,47 @@
+"""Which changes of a status are worth an Event."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..api.status import Condition
+
+# These two repeat what the others say.
+_SILENT = frozenset({"Progressing", "Degraded"})
+_USUAL = frozenset({"Creating", "RollingOut", "Starting", "ScaledToZero", "ClaimPending"})
+_NOTE_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing to tell, as an Event."""
+
+    type: str
+    """`Normal` or `Warning`."""
+    reason: str
+    message: str
+
+    def name(self, resource: Mapping[str, Any]) -> str:
+        """The Event's name: the same news of the same resource is one Event, whoever tells it how often."""
+        parts = (resource["uid"], self.type, self.reason, self.message)
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return f"{resource['name'][:200]}.{digest[:16]}"
+
+
+def notes(before: Iterable[Condition], after: Iterable[Condition]) -> Iterator[Note]:
+    """The news: conditions that have another status or reason than before.
+
+    What Ready has from one of the parts is told once, by the part.
+    """
+    known = {one.type: (one.status, one.reason) for one in before}
+    told = set()
+    for one in sorted(after, key=lambda one: one.type == "Ready"):
+        if one.type in _SILENT or (one.type == "Ready" and (one.status, one.reason) in told):
+            continue
+        told.add((one.status, one.reason))
+        if known.get(one.type) == (one.status, one.reason):
+            continue
+        usual = one.status == "True" or one.reason in _USUAL
+        message = f"{one.type}: {one.message}"[:_NOTE_LENGTH]
+        yield Note("Normal" if usual else "Warning", one.reason, message)

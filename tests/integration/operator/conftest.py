@@ -1,0 +1,74 @@
+"""Fixtures of the operator's tests."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes import client, config
+
+from epd_operator.crd.definition import custom_resource_definition
+from epd_operator.crd.levels import CelLevel
+from tests.cluster.base import Cluster
+from tests.cluster.fixtures import Namespace
+from tests.integration.operator.operators import OperatorProcess, running
+from tests.integration.operator.world import World
+from tests.support.waiting import eventually
+
+StartOperator = Callable[..., OperatorProcess]
+
+
+@pytest.fixture(scope="session")
+def defined(control_plane: Cluster) -> Cluster:
+    """The control plane, with the resource's definition."""
+    definition = custom_resource_definition(CelLevel.NONE)
+    name = definition["metadata"]["name"]
+    with config.new_client_from_config(str(control_plane.kubeconfig)) as connection:
+        api = client.ApiextensionsV1Api(connection)
+        if not any(one.metadata.name == name for one in api.list_custom_resource_definition().items):
+            api.create_custom_resource_definition(definition)
+
+        def established() -> bool:
+            found = api.read_custom_resource_definition(name)
+            return any(
+                one.type == "Established" and one.status == "True" for one in found.status.conditions or []
+            )
+
+        eventually(established)
+    return control_plane
+
+
+@pytest.fixture
+def world(defined: Cluster, namespace: Namespace) -> Iterator[World]:
+    """A namespace in a control plane that knows the resource."""
+    found = World(namespace)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operator") / "log"
+
+
+@pytest.fixture(scope="session")
+def shared_operator(defined: Cluster, operator_log: Path) -> Iterator[OperatorProcess]:
+    """An operator for the whole cluster, for tests that need nothing special of it."""
+    with running(defined.kubeconfig, operator_log) as process:
+        yield process
+
+
+@pytest.fixture
+def start_operator(world: World, tmp_path: Path) -> Iterator[StartOperator]:
+    """Starts operators of the test's own namespace, and ends those that still run."""
+    started: list[OperatorProcess] = []
+
+    def start(*arguments: str) -> OperatorProcess:
+        log = tmp_path / f"operator-{len(started)}.log"
+        process = OperatorProcess(world.cluster.kubeconfig, log, f"--namespace={world.name}", *arguments)
+        started.append(process.start())
+        return process.wait_ready()
+
+    yield start
+    for process in started:
+        if process.exit_code is None:
+            process.stop()
