@@ -50,10 +50,12 @@ def held(kind: str, log: Path) -> Iterator["Held"]:
         )
         with process:
             assert process.stdout is not None
+            cluster = Held(process, process.stdout, log)
             try:
-                yield Held(process, process.stdout, log)
+                yield cluster
             finally:
-                process.kill()
+                cluster.kill()
+                cluster.clean()
 
 
 class Held:
@@ -74,6 +76,12 @@ class Held:
         """Without a chance to clean."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+
+    def clean(self) -> None:
+        """Also when a test fails half-way."""
+        if slot := Slot.take(self.slot):
+            slot.clean()
+            slot.release()
 
     def end(self) -> None:
         """As a harness should."""
@@ -104,7 +112,8 @@ class Held:
 
 def pids(*names: str) -> set[int]:
     """The processes of this machine, or those of some names."""
-    return {process.pid for process in psutil.process_iter() if not names or process.name() in names}
+    processes = psutil.process_iter(["name"])
+    return {process.pid for process in processes if not names or process.info["name"] in names}
 
 
 def test_a_killed_run_is_cleaned_by_the_next_which_leaves_nothing(kind: str, tmp_path: Path) -> None:
@@ -145,10 +154,7 @@ def test_a_run_killed_while_starting_is_cleaned(tmp_path: Path) -> None:
             time.sleep(0.01)
         killed.kill()
         assert killed.remains()
-        slot = Slot.take(killed.slot)
-        assert slot is not None
-        slot.clean()
-        slot.release()
+        killed.clean()
         assert killed.remains() == []
 
 
