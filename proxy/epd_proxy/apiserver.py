@@ -8,8 +8,9 @@ have alone.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,19 @@ class EndpointSlices:
         raise ApiFault(404, f"{GROUP} is served as {', '.join(served)} only")
 
 
+Connect = Callable[[], AbstractAsyncContextManager[EndpointSlices]]
+
+
+def connector(namespace: str, services: Sequence[str]) -> Connect:
+    """Makes connections to the API server. Loads the package, which is better done before anybody waits."""
+    import kubernetes.aio.client
+    import kubernetes.aio.config  # noqa: F401
+
+    return partial(_connect, namespace, services)
+
+
 @asynccontextmanager
-async def connect(namespace: str, services: Sequence[str]) -> AsyncIterator[EndpointSlices]:
+async def _connect(namespace: str, services: Sequence[str]) -> AsyncIterator[EndpointSlices]:
     """A new client, so that what it reads (tokens, authorities, a kubeconfig) is as new.
 
     `KUBECONFIG` where it is set, else the pod's service account, whose token the package reads again each
@@ -106,8 +118,8 @@ async def connect(namespace: str, services: Sequence[str]) -> AsyncIterator[Endp
     from kubernetes.aio.client import ApiClient, Configuration
 
     configuration = Configuration()
-    if os.environ.get("KUBECONFIG"):
-        await config.load_kube_config(client_configuration=configuration, persist_config=False)
+    if kubeconfig := os.environ.get("KUBECONFIG"):
+        await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
     else:
         config.load_incluster_config(configuration)
     async with ApiClient(configuration) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import orjson
@@ -95,7 +94,7 @@ class Proxy:
         pools = {services.pd: self.pd_role.pool}
         if services.encoder is not None:
             pools[services.encoder] = self.encoder_role.pool
-        connect = partial(apiserver.connect, services.namespace, tuple(pools))
+        connect = apiserver.connector(services.namespace, tuple(pools))
         return Discovery(pools, connect, self.metrics.discovery())
 
     def _other_routes(self) -> FastAPI:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
 
 from epd_proxy import logs
-from epd_proxy.apiserver import EndpointSlices
+from epd_proxy.apiserver import Connect, EndpointSlices
 from epd_proxy.config import Origin
 from epd_proxy.metrics import DiscoveryMetrics
 from epd_proxy.pool import Pool
 from epd_proxy.slices import Slice, service_of, usable
-
-Connect = Callable[[], AbstractAsyncContextManager[EndpointSlices]]
 
 WATCH_SECONDS = 60
 """One watch. A connection that died silently is noticed at its end."""

@@ -34,7 +34,7 @@ def usable(slices: Iterable[Slice]) -> dict[Origin, str]:
         port = _port(piece)
         for endpoint in _endpoints(piece):
             address = endpoint["addresses"][0]  # all of them are the same pod
-            who = _identity(endpoint, address)
+            who = _identity(endpoint, f"{address} {port}")
             conditions = endpoint.get("conditions") or {}
             if conditions.get("terminating"):
                 ending.add(who)
@@ -57,9 +57,10 @@ def _serves(conditions: Mapping[str, Any]) -> bool:
     return all(conditions.get(name) is not False for name in ("ready", "serving"))
 
 
-def _identity(endpoint: Mapping[str, Any], address: str) -> str:
+def _identity(endpoint: Mapping[str, Any], where: str) -> str:
+    """The pod, or the place for what is no pod (slices can be made by hand)."""
     target = endpoint.get("targetRef") or {}
-    return str(target.get("uid") or address)
+    return str(target.get("uid") or where)
 
 
 def _origin(address: str, port: int) -> Origin:

@@ -74,6 +74,11 @@ def test_an_endpoint_in_two_slices_is_one_and_ends_by_either():
     assert urls(stale, newer) == urls(newer, stale) == ["http://10.0.0.2:8000"]
 
 
+def test_what_is_no_pod_is_told_apart_by_address_and_port():
+    two = [piece(pod("10.0.0.1"), port=1), piece(pod("10.0.0.1"), name="2", port=2)]
+    assert sorted(urls(*two)) == ["http://10.0.0.1:1", "http://10.0.0.1:2"]
+
+
 def test_another_pod_at_an_address_is_told_apart():
     (before,) = usable([piece(pod("10.0.0.1", "a"))]).values()
     (after,) = usable([piece(pod("10.0.0.1", "b"))]).values()
