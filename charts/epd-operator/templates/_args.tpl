@@ -4,7 +4,13 @@
 - --leader-election
 - --engine-image={{ include "epd-operator.image" (list . .Values.image.engine) }}
 - --proxy-image={{ include "epd-operator.image" (list . .Values.image.proxy) }}
+{{- with .Values.image.vllm }}
+- --vllm-image={{ . }}
+{{- end }}
 - --image-pull-policy={{ .Values.image.pullPolicy }}
+{{- range .Values.image.pullSecrets }}
+- --image-pull-secret={{ . }}
+{{- end }}
 - --metrics-port={{ .Values.metrics.port }}
 - --health-port={{ .Values.health.port }}
 - --log-level={{ .Values.logLevel }}

@@ -2,10 +2,10 @@
 {{- define "epd-operator.rules" -}}
 - apiGroups: [epd.dev]
   resources: [epddeployments]
-  verbs: [get, list, watch, patch]
+  verbs: [get, list, watch]
 - apiGroups: [epd.dev]
   resources: [epddeployments/status]
-  verbs: [get, patch, update]
+  verbs: [get, patch]
 # Where OwnerReferencesPermissionEnforcement is on, children that name their owner need this.
 - apiGroups: [epd.dev]
   resources: [epddeployments/finalizers]
@@ -37,7 +37,7 @@
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [get, list, watch]
-- apiGroups: ["", events.k8s.io]
+- apiGroups: [""]
   resources: [events]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, create, patch]
 {{- end }}

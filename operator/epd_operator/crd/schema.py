@@ -36,8 +36,10 @@ def structural_schema(model: type[BaseModel]) -> Schema:
 def _convert(node: Mapping[str, Any], definitions: Mapping[str, Schema], path: str) -> Schema:
     node = _resolve(node, definitions, path)
     if node.get("x-kubernetes-int-or-string"):
-        # The one place where a structural schema has two types; the form of `anyOf` is prescribed.
-        return {key: value for key, value in node.items() if key not in {"title", "default"}} | _default(node)
+        # The one place where a structural schema has two types. The mark says them by itself; an `anyOf`
+        # beside it is allowed, but then errors come three at a time.
+        left_out = {"title", "default", "anyOf"}
+        return {key: value for key, value in node.items() if key not in left_out} | _default(node)
     result: Schema = {}
     for key, value in node.items():
         if key == "properties":
