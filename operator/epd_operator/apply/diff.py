@@ -47,9 +47,13 @@ def owns(fields: Fields, *path: str) -> bool:
 
 def as_wanted(desired: Mapping[str, Any], live: Mapping[str, Any], fields: Fields) -> bool:
     """Whether applying `desired` would change nothing of `live`, of which `fields` are ours."""
+    if not fields:
+        return False
     wanted = {name: value for name, value in desired.items() if name not in _IDENTITY}
-    metadata = desired["metadata"].items()
-    wanted["metadata"] = {name: value for name, value in metadata if name not in _IDENTITY_METADATA}
+    metadata = wanted.pop("metadata").items()
+    described = {name: value for name, value in metadata if name not in _IDENTITY_METADATA}
+    if described:
+        wanted["metadata"] = described
     return _same(wanted, live, fields, "")
 
 
@@ -58,17 +62,23 @@ def _same(desired: Any, live: Any, fields: Fields, name: str) -> bool:
     if not names:
         return _covers(desired, live, name)
     if isinstance(desired, Mapping):
-        return (
-            isinstance(live, Mapping)
-            and names == {f"f:{key}" for key in desired}
-            and all(
-                key in live and _same(value, live[key], fields[f"f:{key}"], _next(name, key))
-                for key, value in desired.items()
-            )
-        )
+        return isinstance(live, Mapping) and _same_fields(desired, live, fields, names, name)
     if isinstance(desired, list):
         return isinstance(live, list) and _same_items(desired, live, fields, names, name)
     return False
+
+
+def _same_fields(
+    desired: Mapping[str, Any], live: Mapping[str, Any], fields: Fields, names: set[str], name: str
+) -> bool:
+    wanted = {f"f:{key}": key for key in desired}
+    # API servers before 1.22 do not write down who set an empty map (`emptyDir: {}`).
+    if not names <= set(wanted) or any(desired[wanted[field]] for field in set(wanted) - names):
+        return False
+    return all(
+        key in live and _same(value, live[key], fields.get(f"f:{key}", {}), _next(name, key))
+        for key, value in desired.items()
+    )
 
 
 def _same_items(desired: list[Any], live: list[Any], fields: Fields, names: set[str], name: str) -> bool:

@@ -25,8 +25,8 @@ def first_problem(pods: Iterable[Object]) -> Problem | None:
             found.append((pod["metadata"]["name"], problem))
     if not found:
         return None
-    name, problem = found[0]
-    others = f" (and {len(found) - 1} more pods)" if len(found) > 1 else ""
+    (name, problem), more = found[0], len(found) - 1
+    others = f" (and {more} more pod{'s' if more > 1 else ''})" if more else ""
     return Problem(problem.reason, f"pod {name}: {problem.message}{others}")
 
 

@@ -87,6 +87,10 @@ class OperatorProcess:
     def ticks(self) -> float:
         return self.metric("epd_operator_ticks_total")
 
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
@@ -96,7 +100,8 @@ class OperatorProcess:
         """SIGTERM; the exit code."""
         assert self._process is not None
         if self.exit_code is None:
-            self._process.send_signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
         try:
             return self._process.wait(40)
         except subprocess.TimeoutExpired:

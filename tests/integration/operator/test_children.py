@@ -1,18 +1,247 @@
 """Children follow the resource: made, kept as they should be, pruned, never taken from others."""
 
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from tests.cluster.paths import REPOSITORY
 from tests.integration.operator.operators import OperatorProcess
-from tests.integration.operator.world import World
+from tests.integration.operator.world import CHILDREN, PLURAL, World, spec
+
+CASES = REPOSITORY / "tests" / "unit" / "operator" / "render" / "cases"
+WRITES = ("create", "update", "patch", "delete")
+FOREIGN_SERVICE = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": "demo-proxy"},
+    "spec": {"selector": {"app": "mine"}, "ports": [{"port": 80}]},
+}
 
 
 def test_a_resource_gets_all_its_children_and_a_status(
     world: World, shared_operator: OperatorProcess
 ) -> None:
     world.create()
-    world.await_condition("Ready", "Unschedulable")
+    world.await_settled()
     names = {
         plural: sorted(one["metadata"]["name"] for one in items) for plural, items in world.children().items()
     }
-    assert names["deployments"] == ["demo-encoder", "demo-pd", "demo-proxy"]
-    assert names["services"] == ["demo-encoder", "demo-pd", "demo-proxy"]
-    assert names["persistentvolumeclaims"] == ["demo-store"]
+    assert names == {
+        "deployments": ["demo-encoder", "demo-pd", "demo-proxy"],
+        "services": ["demo-encoder", "demo-pd", "demo-proxy"],
+        "serviceaccounts": ["demo-engine", "demo-proxy"],
+        "roles": ["demo-proxy"],
+        "rolebindings": ["demo-proxy"],
+        "networkpolicies": ["demo-engine", "demo-proxy"],
+        "persistentvolumeclaims": ["demo-store"],
+        "horizontalpodautoscalers": [],
+    }
+    resource = world.get(PLURAL, "demo")
+    assert resource is not None
+    assert resource["metadata"].get("finalizers", []) == []
+    assert "annotations" not in resource["metadata"]
+    assert resource["status"]["endpoint"] == f"http://demo-proxy.{world.name}.svc:8000"
+    assert resource["status"]["roles"]["encoder"]["desiredReplicas"] == 2
+    assert {one["type"] for one in resource["status"]["conditions"]} == {
+        *("Ready", "Progressing", "Degraded", "StoreReady", "EncoderReady", "PDReady", "ProxyReady")
+    }
+
+
+def test_ticks_make_no_list_and_no_write(
+    world: World, start_operator: Callable[..., OperatorProcess]
+) -> None:
+    """Ten minutes of a tick a minute, at a faster clock."""
+    world.create(spec=spec(roles={"encoder": {"replicas": 1}, "pd": {"autoscaling": {"maxReplicas": 3}}}))
+    # Nobody serves the metrics: the autoscaler's controller would write its complaint again and again.
+    operator = start_operator("--tick=0.3")
+    world.await_settled()
+    world.await_stable("horizontalpodautoscalers")
+
+    def writes() -> list[float]:
+        calls = [operator.metric("epd_operator_requests_total", verb=verb) for verb in (*WRITES, "list")]
+        return [*calls, operator.metric("epd_operator_requests_total", verb="get")]
+
+    before, versions, ticks = writes(), world.versions(without="horizontalpodautoscalers"), operator.ticks()
+    world.eventually(lambda: operator.ticks() >= ticks + 12)
+    assert writes() == before
+    assert world.versions(without="horizontalpodautoscalers") == versions
+
+
+def test_a_restarted_operator_writes_nothing(
+    world: World, start_operator: Callable[..., OperatorProcess]
+) -> None:
+    world.create()
+    first = start_operator()
+    world.await_settled()
+    first.stop()
+    versions = world.await_stable()
+    second = start_operator("--tick=0.3")
+    world.eventually(lambda: second.ticks() >= 3)
+    assert world.versions() == versions
+    assert sum(second.metric("epd_operator_requests_total", verb=verb) for verb in WRITES) == 0
+
+
+def test_drift_is_corrected_and_what_others_added_is_kept(
+    world: World, shared_operator: OperatorProcess
+) -> None:
+    world.create()
+    world.await_settled()
+    container = {"name": "engine", "image": "somebody/else:1"}
+    world.merge(
+        "deployments",
+        "demo-pd",
+        {
+            "metadata": {
+                "labels": {"team": "blue", "app.kubernetes.io/name": "other"},
+                "annotations": {"note": "mine"},
+            },
+            "spec": {"template": {"spec": {"containers": [container]}}},
+        },
+    )
+
+    def healed() -> bool:
+        found = world.get("deployments", "demo-pd")
+        assert found is not None
+        ours = found["spec"]["template"]["spec"]["containers"]
+        return [one["image"] for one in ours] == ["localhost/epd-engine:test"] and found["metadata"][
+            "labels"
+        ]["app.kubernetes.io/name"] == "epd"
+
+    world.eventually(healed, lambda: world.get("deployments", "demo-pd"))
+    found = world.get("deployments", "demo-pd")
+    assert found is not None
+    assert found["metadata"]["labels"]["team"] == "blue"
+    assert found["metadata"]["annotations"]["note"] == "mine"
+
+
+@pytest.mark.parametrize("plural", ["deployments", "networkpolicies", "serviceaccounts"])
+def test_a_child_that_was_deleted_is_made_again(
+    world: World, shared_operator: OperatorProcess, plural: str
+) -> None:
+    world.create()
+    world.await_settled()
+    child = world.children()[plural][0]["metadata"]
+    world.delete(plural, child["name"])
+
+    def is_new() -> bool:
+        found = world.get(plural, child["name"])
+        return found is not None and found["metadata"]["uid"] != child["uid"]
+
+    world.eventually(is_new)
+
+
+def test_a_child_without_our_label_is_found_and_gets_it_back(
+    world: World, shared_operator: OperatorProcess
+) -> None:
+    """Without the label the watch sees it as gone."""
+    world.create()
+    world.await_settled()
+    label = "app.kubernetes.io/managed-by"
+    before = world.merge("services", "demo-pd", {"metadata": {"labels": {label: None}}})
+    world.eventually(
+        lambda: (world.get("services", "demo-pd") or {})["metadata"]["labels"].get(label) == "epd-operator"
+    )
+    after = world.get("services", "demo-pd")
+    assert after is not None
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+
+
+def test_children_no_longer_wanted_are_pruned(world: World, shared_operator: OperatorProcess) -> None:
+    world.create(spec=spec(roles={"encoder": {"autoscaling": {"maxReplicas": 3}}, "pd": {}}))
+    world.eventually(lambda: world.get("horizontalpodautoscalers", "demo-encoder"))
+    world.change({"roles": {"encoder": {"autoscaling": None}}})
+    world.eventually(lambda: world.get("horizontalpodautoscalers", "demo-encoder") is None)
+
+
+def test_an_object_of_somebody_else_is_refused_not_taken_over(
+    world: World, shared_operator: OperatorProcess
+) -> None:
+    theirs = world.call("POST", world.path("services"), FOREIGN_SERVICE)
+    world.create()
+    condition = world.await_condition("Ready", "NameTaken")
+    assert "Service demo-proxy exists and belongs to somebody else" in condition["message"]
+    # The rest is made.
+    world.eventually(lambda: world.get("deployments", "demo-encoder"))
+    found = world.get("services", "demo-proxy")
+    assert found is not None
+    assert found["spec"] == theirs["spec"]
+    assert found["metadata"].get("labels") is None
+    # Once the name is free, the child is made without anybody's help.
+    world.delete("services", "demo-proxy")
+    world.eventually(
+        lambda: "labels" in (world.get("services", "demo-proxy") or {"metadata": {}})["metadata"]
+    )
+
+
+def test_a_paused_resource_is_left_alone(world: World, shared_operator: OperatorProcess) -> None:
+    world.create()
+    world.await_settled()
+    world.change({"paused": True})
+    world.await_condition("Progressing", "Paused")
+    world.change({"roles": {"encoder": {"replicas": 3}}})
+    world.delete("services", "demo-pd")
+    resource = world.get(PLURAL, "demo")
+    assert resource is not None
+    generation = resource["metadata"]["generation"]
+    world.eventually(lambda: world.conditions()["Ready"]["observedGeneration"] == generation)
     assert world.replicas("demo-encoder") == 2
+    assert world.get("services", "demo-pd") is None
+    world.change({"paused": False})
+    world.eventually(lambda: world.replicas("demo-encoder") == 3 and world.get("services", "demo-pd"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"roles": {"prefill": {}, "decode": {}}}, "InvalidSpec", "spec.roles: takes `pd`, or"),
+        (
+            {"roles": {"pd": None, "prefill": {}, "decode": {}}},
+            "NotSupportedYet",
+            "spec.roles: prefill and decode do not run yet",
+        ),
+        ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.type"),
+        (
+            {"ecStore": {"sharedStorage": {"claimTemplate": {"size": "1Gi"}}}},
+            "InvalidSpec",
+            "may only grow, not from 10Gi to 1Gi",
+        ),
+    ],
+)
+def test_a_spec_that_cannot_be_carried_out_leaves_the_children_as_they_are(
+    world: World, shared_operator: OperatorProcess, change: dict[str, object], reason: str, words: str
+) -> None:
+    world.create()
+    world.await_settled()
+    before = world.await_stable()
+    world.change(change)
+    condition = world.await_condition("Ready", reason)
+    assert words in condition["message"]
+    assert condition["observedGeneration"] == 2
+    after = world.versions()
+    resource = f"{PLURAL}/demo"
+    assert {**after, resource: ""} == {**before, resource: ""}
+    assert set(world.children()) == set(CHILDREN)
+
+
+@pytest.mark.parametrize("case", ["everything", "gpu", "hub-model", "autoscaled", "existing-claim"])
+def test_what_the_api_server_stores_is_what_was_wanted(
+    world: World, start_operator: Callable[..., OperatorProcess], case: str
+) -> None:
+    """Whatever it fills in or writes differently, a second look finds nothing to do."""
+    document = yaml.safe_load((CASES / f"{case}.yaml").read_text())
+    world.create(spec=document["spec"])
+    operator = start_operator("--tick=0.3")
+    world.eventually(lambda: world.conditions().get("Ready"))
+    world.eventually(
+        lambda: operator.metric("epd_operator_reconciles_total", result="ok") >= 1, operator.tail
+    )
+    without = "horizontalpodautoscalers"
+    world.await_stable(without)
+
+    def writes() -> float:
+        return sum(operator.metric("epd_operator_requests_total", verb=verb) for verb in WRITES)
+
+    before, ticks = writes(), operator.ticks()
+    world.eventually(lambda: operator.ticks() >= ticks + 4)
+    assert writes() == before

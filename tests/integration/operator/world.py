@@ -1,9 +1,12 @@
 """The namespace of a test: its resources and their children."""
 
+import base64
 import copy
 import json
 import ssl
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -22,6 +25,7 @@ _ROOTS = {
     "serviceaccounts": "/api/v1",
     "persistentvolumeclaims": "/api/v1",
     "pods": "/api/v1",
+    "secrets": "/api/v1",
     "events": "/api/v1",
     "roles": "/apis/rbac.authorization.k8s.io/v1",
     "rolebindings": "/apis/rbac.authorization.k8s.io/v1",
@@ -30,8 +34,9 @@ _ROOTS = {
     "leases": "/apis/coordination.k8s.io/v1",
     PLURAL: f"/apis/{GROUP}/{VERSION}",
 }
+STABLE_S = 2.0
 JSON, MERGE = "application/json", "application/merge-patch+json"
-CHILDREN = tuple(name for name in _ROOTS if name not in ("pods", "events", "leases", PLURAL))
+CHILDREN = tuple(name for name in _ROOTS if name not in ("pods", "secrets", "events", "leases", PLURAL))
 SPEC: Object = {
     "model": {"source": "/models/digits"},
     "roles": {"encoder": {"replicas": 2}, "pd": {"replicas": 1}},
@@ -119,14 +124,35 @@ class World:
         label = "app.kubernetes.io/managed-by=epd-operator"
         return {plural: self.listed(plural, labelSelector=label) for plural in CHILDREN}
 
-    def versions(self) -> dict[str, str]:
+    def names(self, plural: str) -> list[str]:
+        """Names of the children of one kind."""
+        return [one["metadata"]["name"] for one in self.children()[plural]]
+
+    def versions(self, without: str = "") -> dict[str, str]:
         """The version of each child and of each resource: any write changes one."""
         found = self.children() | {PLURAL: self.listed(PLURAL)}
+        found.pop(without, None)
         return {
             f"{plural}/{one['metadata']['name']}": one["metadata"]["resourceVersion"]
             for plural, items in found.items()
             for one in items
         }
+
+    def await_settled(self, name: str = "demo") -> None:
+        """Waits until all was made that can be made; there is no node, so the pods wait for one."""
+        self.await_condition("Ready", "Unschedulable", name)
+
+    def await_stable(self, without: str = "") -> dict[str, str]:
+        """Waits until nobody writes any more; the versions then."""
+        seen: list[dict[str, str]] = [{}]
+
+        def stable() -> bool:
+            time.sleep(STABLE_S)
+            seen.append(self.versions(without))
+            return seen[-1] == seen[-2]
+
+        self.eventually(stable, lambda: seen[-1])
+        return seen[-1]
 
     def conditions(self, name: str = "demo") -> dict[str, Object]:
         resource = self.get(PLURAL, name) or {}
@@ -145,6 +171,17 @@ class World:
             eventually(lambda: bool(true()), PATIENCE_S)
         except AssertionError:
             raise AssertionError(f"never came true; last seen: {show()}") from None
+
+    def make_token(self, account: str, name: str) -> str:
+        """A token of a service account, valid until its Secret is deleted."""
+        kind = "kubernetes.io/service-account-token"
+        annotations = {"kubernetes.io/service-account.name": account}
+        body = {"kind": "Secret", "metadata": {"name": name, "annotations": annotations}, "type": kind}
+        self.call("POST", self.path("secrets"), body)
+        self.eventually(lambda: "token" in (self.get("secrets", name) or {}).get("data", {}))
+        secret = self.get("secrets", name)
+        assert secret is not None
+        return base64.b64decode(secret["data"]["token"]).decode()
 
     def make_ready(self, *deployments: str) -> None:
         """Does the work of kubelets: every pod of these Deployments runs and is ready."""
@@ -177,6 +214,29 @@ def ready_status() -> Object:
     """What a kubelet says of a pod that is ready."""
     kinds = ("Initialized", "Ready", "ContainersReady", "PodScheduled")
     return {"phase": "Running", "conditions": [{"type": kind, "status": "True"} for kind in kinds]}
+
+
+@contextmanager
+def volume(world: World, claim: str) -> Iterator[None]:
+    """A volume for one claim, which the real controller binds; there is no node that would mount it."""
+    name = f"{world.name}-{claim}"
+    body = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            "capacity": {"storage": "10Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "hostPath": {"path": "/nowhere"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "claimRef": {"namespace": world.name, "name": claim},
+        },
+    }
+    world.call("POST", "/api/v1/persistentvolumes", body)
+    try:
+        yield
+    finally:
+        world.call("DELETE", f"/api/v1/persistentvolumes/{name}")
 
 
 def _http(configuration: Configuration) -> httpx.Client:
