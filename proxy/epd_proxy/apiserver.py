@@ -101,8 +101,8 @@ Connect = Callable[[], AbstractAsyncContextManager[EndpointSlices]]
 
 def connector(namespace: str, services: Sequence[str]) -> Connect:
     """Makes connections to the API server. Loads the package, which is better done before anybody waits."""
-    import kubernetes.aio.client
     import kubernetes.aio.config  # noqa: F401
+    from kubernetes.aio.client import CustomObjectsApi, DiscoveryApi, V1APIGroup  # noqa: F401
 
     return partial(_connect, namespace, services)
 
