@@ -95,7 +95,8 @@ class PromptBuilder:
             )
         positions, delta = self._family.positions(len(tokens), media)
         sampling = self._tokenizer.sampling(body, wanted or limit - len(tokens))
-        return Request(request_id, tokens, positions, delta, media, sampling, self._tokenizer.eos_token_ids)
+        ends = frozenset[int]() if body.ignore_eos else self._tokenizer.eos_token_ids
+        return Request(request_id, tokens, positions, delta, media, sampling, ends)
 
     def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
         """Repeats each placeholder once per embedding and notes where each item begins."""

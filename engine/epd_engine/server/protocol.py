@@ -159,8 +159,8 @@ class StreamOptions(Strict):
 
 
 class ChatCompletionRequest(Strict):
-    """OpenAI's chat completion request, with vLLM's `cache_salt`, `mm_processor_kwargs` and
-    `return_token_ids`."""
+    """OpenAI's chat completion request, with vLLM's `cache_salt`, `mm_processor_kwargs`,
+    `return_token_ids` and `ignore_eos`."""
 
     model: str
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -175,6 +175,7 @@ class ChatCompletionRequest(Strict):
     cache_salt: str | None = Field(None, max_length=256)
     mm_processor_kwargs: dict[str, Any] | None = None
     return_token_ids: bool = False
+    ignore_eos: bool = False
 
     @model_validator(mode="before")
     @classmethod

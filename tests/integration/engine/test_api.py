@@ -74,6 +74,12 @@ def deltas(response: httpx.Response) -> list[str]:
     return [d["choices"][0]["delta"].get("content") or "" for d in documents if d["choices"]]
 
 
+def test_the_end_token_can_be_ignored(aggregated: Server) -> None:
+    answer = ask(aggregated, HELLO, max_tokens=40, ignore_eos=True)
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
 def test_a_seed_repeats_an_answer_even_in_company(aggregated: Server) -> None:
     def draw(seed: int) -> str:
         return text(ask(aggregated, HELLO, temperature=2.0, seed=seed, max_tokens=24))
@@ -135,18 +141,19 @@ def test_a_client_that_goes_away_frees_its_request(aggregated: Server, stream: b
         "model": MODEL_NAME,
         "messages": HELLO,
         "max_tokens": 900,
-        "temperature": 2.0,
-        "top_p": 1.0,
+        "ignore_eos": True,
         "stream": stream,
     }
     url = f"{aggregated.url}/v1/chat/completions"
-    for _ in range(6):  # one of six may hit the end of its answer by itself
+    before = aggregated.metric("epd_engine_generated_tokens_total")
+    for _ in range(4):
         try:
             with httpx.stream("POST", url, json=body, timeout=0.4) as response:
                 next(response.iter_bytes())
         except httpx.TimeoutException:
             pass
     eventually(lambda: aggregated.metric("epd_engine_requests_running") == 0)
+    assert aggregated.metric("epd_engine_generated_tokens_total") < before + 4 * 900
     assert aggregated.metric("epd_engine_kv_cache_usage_ratio") == 0
     assert aggregated.metric("epd_engine_encoder_cache_referenced_embeddings") == 0
 
