@@ -82,7 +82,7 @@ class Binaries:
 
 
 def binaries(recipe: Recipe = RECIPE) -> Binaries:
-    """Kubernetes' programs, `pause` and `etcd`; compiled by the first call (4-8 minutes on two cores)."""
+    """Kubernetes' programs, `pause` and `etcd`; compiled by the first call (5-10 minutes on two cores)."""
     directory = CACHE_ROOT / f"kubernetes-{recipe.version}" / recipe.key()
     return Binaries(cached(directory, lambda out, work: _build(recipe, out, work)))
 
@@ -169,7 +169,7 @@ def _compile(recipe: Recipe, source: Path, packages: Path, work: Path) -> None:
     run_long(
         ["make", f"WHAT={' '.join(f'cmd/{command}' for command in recipe.commands)}"],
         work / "make.log",
-        "compiling Kubernetes (4 to 8 minutes on two cores)",
+        "compiling Kubernetes (5 to 10 minutes on two cores)",
         cwd=source,
         env=environment,
     )

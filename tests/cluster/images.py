@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tarfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,8 +35,6 @@ TRIMMED = (
     "var/log",
 )
 PAUSE_IMAGE = "localhost/pause:1"
-BUILD_BACKEND = "hatchling>=1.27"
-"""pip builds the project inside the image; there is no index there to take the backend from."""
 WHEELS_INSIDE = "/wheels"
 CONSTRAINTS = REPOSITORY / ".ci/constraints.txt"
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
@@ -96,23 +95,24 @@ def pause_image(programs: Binaries) -> Path:
 
 
 def wheelhouse(extra: str) -> Path:
-    """Wheels of one of the project's extras and everything below it."""
+    """Wheels of all that one of the project's extras needs, and of what builds the project."""
     if sys.version_info[:2] != BASE_PYTHON:
         raise Unavailable(
             f"images carry Python {BASE_PYTHON}, and wheels are fetched by the same version only"
         )
-    texts = [
-        (REPOSITORY / "pyproject.toml").read_text(),
-        CONSTRAINTS.read_text(),
-        TORCH,
-        extra,
-        BUILD_BACKEND,
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    wanted = [
+        *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"][extra],
+        # pip builds the project itself inside the image, where no index is to take the backend from.
+        *project["build-system"]["requires"],
     ]
-    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    constraints = f"{CONSTRAINTS.read_text()}\n{TORCH}\n"
+    key = hashlib.sha256("\0".join([*wanted, constraints]).encode()).hexdigest()[:16]
 
-    def download(out: Path, work: Path) -> None:
-        constraints = work / "constraints.txt"
-        constraints.write_text(f"{CONSTRAINTS.read_text()}\n{TORCH}\n")
+    def fetch(out: Path, work: Path) -> None:
+        file = work / "constraints.txt"
+        file.write_text(constraints)
         pip: list[Word] = [
             sys.executable,
             "-m",
@@ -122,15 +122,11 @@ def wheelhouse(extra: str) -> Path:
             "--wheel-dir",
             out,
             "--constraint",
-            constraints,
+            file,
         ]
-        wanted = [f"{REPOSITORY}[{extra}]", BUILD_BACKEND]
         run_long([*pip, *wanted], work / "pip.log", f"fetching wheels of [{extra}]")
-        # The project itself is built in the image from the sources of the day.
-        for own in out.glob("epd-*.whl"):
-            own.unlink()
 
-    return cached(CACHE_ROOT / "wheels" / f"{extra}-{key}", download)
+    return cached(CACHE_ROOT / "wheels" / f"{extra}-{key}", fetch)
 
 
 def archive_identity(archive: Path) -> tuple[str, str]:
@@ -176,28 +172,30 @@ def _bud_in_cache(context: Path, name: str, lines: Sequence[str]) -> Path:
 
 
 def _bud(dockerfile: Path, context: Path, name: str, options: Sequence[str]) -> Path:
-    """Builds and writes the archive, named by the image's id; an archive that is there is taken."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    fixed: list[Word] = [
-        "--isolation=chroot",
-        "--layers",
-        "--timestamp=0",
-        f"--file={dockerfile}",
-        f"--tag={name}",
-    ]
-    log = IMAGES / f"{name.rsplit('/', 1)[1].replace(':', '-')}.log"
-    log.unlink(missing_ok=True)
-    run_long([*_buildah("bud"), *fixed, *options, context], log, f"building {name}")
-    identity = _image_id(name)
-    archive = IMAGES / f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{identity[:16]}.tar"
-    if not archive.exists():
-        partial = archive.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        # Layers in an oci-archive are compressed whatever one asks for, so by the quickest there is.
-        quick = ["--compression-format=zstd", "--compression-level=1"]
-        run([*_buildah("push"), *quick, name, f"oci-archive:{partial}:{name}"])
-        partial.rename(archive)
+    """Builds, and writes the archive; an archive that is there is taken."""
+    fixed: list[Word] = ["--isolation=chroot", "--layers", "--timestamp=0", f"--tag={name}"]
+    short = f"{name.rsplit('/', 1)[1].replace(':', '-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    log = IMAGES / f"{short}.log"
+    with locked(IMAGES / f"{short}.lock"):
+        log.unlink(missing_ok=True)
+        command = [*_buildah("bud"), *fixed, f"--file={dockerfile}", *options, context]
+        run_long(command, log, f"building {name}")
+        archive = IMAGES / f"{short}-{_image_id(name)[:16]}.tar"
+        if not archive.exists():
+            _write_archive(name, archive)
+            for older in IMAGES.glob(f"{short}-*.tar"):
+                if older != archive:
+                    older.unlink(missing_ok=True)
     return archive
+
+
+def _write_archive(name: str, archive: Path) -> None:
+    partial = archive.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    # Layers in an oci-archive are compressed whatever one asks for, so by the quickest there is.
+    quick = ["--compression-format=zstd", "--compression-level=1"]
+    run([*_buildah("push"), *quick, name, f"oci-archive:{partial}:{name}"])
+    partial.rename(archive)
 
 
 def _image_id(name: str) -> str:
