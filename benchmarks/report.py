@@ -25,6 +25,8 @@ class Row:
     def ratio(self) -> float | None:
         if self.peer_value is None:
             return None
+        if self.value == self.peer_value:
+            return 1.0  # also for a count that is the same as its limit of 0
         if self.unit in LARGER_IS_BETTER:
             return self.value / self.peer_value
         return self.peer_value / self.value

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_OF_KOPF = frozenset({"settings", "k8s_skip"})
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LEVELS = tuple(_LEVELS)
 
@@ -21,7 +22,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD | _OF_KOPF}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -34,6 +35,6 @@ def configure(level: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(_LEVELS[level])
-    # Each step of kopf and of the event loop is of interest to their authors.
-    for noisy in ("asyncio", "aiohttp.access"):
+    # kopf tells of each event of each object; the event loop of each slow step.
+    for noisy in ("asyncio", "kopf.objects"):
         logging.getLogger(noisy).setLevel(max(_LEVELS[level], logging.WARNING))

@@ -26,12 +26,14 @@ class Recorder:
         name = note.name(metadata)
         path = EVENT.path(metadata["namespace"], name)
         try:
-            known = await self._api.get(path)
-            if known is None:
+            try:
                 await self._api.create(
                     EVENT.collection(metadata["namespace"]), _event(name, resource, note, now)
                 )
-            else:
+            except ApiError as error:
+                if not error.is_conflict:
+                    raise
+                known = await self._api.get(path) or {}
                 await self._api.merge(path, {"count": known.get("count", 1) + 1, "lastTimestamp": now})
         except ApiError as error:
             log.warning("event not written", extra={"resource": metadata["name"], "error": str(error)})

@@ -9,7 +9,9 @@ from ..api.status import Condition
 
 # These two repeat what the others say.
 _SILENT = frozenset({"Progressing", "Degraded"})
-_USUAL = frozenset({"Creating", "RollingOut", "Starting", "ScaledToZero", "ClaimPending"})
+# The way to being ready is no news; getting there is, and so is being stuck.
+_ON_THE_WAY = frozenset({"Creating", "RollingOut", "Starting"})
+_USUAL = frozenset({"ScaledToZero", "ClaimPending"})
 _NOTE_LENGTH = 1000
 
 
@@ -40,7 +42,7 @@ def notes(before: Iterable[Condition], after: Iterable[Condition]) -> Iterator[N
         if one.type in _SILENT or (one.type == "Ready" and (one.status, one.reason) in told):
             continue
         told.add((one.status, one.reason))
-        if known.get(one.type) == (one.status, one.reason):
+        if known.get(one.type) == (one.status, one.reason) or one.reason in _ON_THE_WAY:
             continue
         usual = one.status == "True" or one.reason in _USUAL
         message = f"{one.type}: {one.message}"[:_NOTE_LENGTH]

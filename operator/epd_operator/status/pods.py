@@ -35,10 +35,15 @@ def problem_of(pod: Object) -> Problem | None:
     status = pod.get("status", {})
     if not is_current(pod) or _condition(status, "Ready").get("status") == "True":
         return None
+    # What has containers was scheduled, whatever else is still written there.
+    for container in _containers(status):
+        problem = _container_problem(container)
+        if problem is not None:
+            return problem
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
         return Problem("Unschedulable", scheduled.get("message", "no node takes it"))
-    return next(filter(None, map(_container_problem, _containers(status))), None)
+    return None
 
 
 def _containers(status: Object) -> Iterator[Object]:

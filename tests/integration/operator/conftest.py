@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kubernetes import client, config
+from kubernetes import config
 
-from epd_operator.crd.definition import custom_resource_definition
-from epd_operator.crd.levels import CelLevel
 from tests.cluster.base import Cluster
 from tests.cluster.fixtures import Namespace
+from tests.integration.operator.definitions import define
 from tests.integration.operator.operators import OperatorProcess, running
 from tests.integration.operator.world import World
-from tests.support.waiting import eventually
 
 StartOperator = Callable[..., OperatorProcess]
 
@@ -20,20 +18,8 @@ StartOperator = Callable[..., OperatorProcess]
 @pytest.fixture(scope="session")
 def defined(control_plane: Cluster) -> Cluster:
     """The control plane, with the resource's definition."""
-    definition = custom_resource_definition(CelLevel.NONE)
-    name = definition["metadata"]["name"]
     with config.new_client_from_config(str(control_plane.kubeconfig)) as connection:
-        api = client.ApiextensionsV1Api(connection)
-        if not any(one.metadata.name == name for one in api.list_custom_resource_definition().items):
-            api.create_custom_resource_definition(definition)
-
-        def established() -> bool:
-            found = api.read_custom_resource_definition(name)
-            return any(
-                one.type == "Established" and one.status == "True" for one in found.status.conditions or []
-            )
-
-        eventually(established)
+        define(connection)
     return control_plane
 
 

@@ -1,6 +1,7 @@
 """Children follow the resource: made, kept as they should be, pruned, never taken from others."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -36,6 +37,7 @@ def test_a_resource_gets_all_its_children_and_a_status(
         "networkpolicies": ["demo-engine", "demo-proxy"],
         "persistentvolumeclaims": ["demo-store"],
         "horizontalpodautoscalers": [],
+        "poddisruptionbudgets": ["demo-encoder", "demo-pd", "demo-proxy"],
     }
     resource = world.get(PLURAL, "demo")
     assert resource is not None
@@ -224,13 +226,27 @@ def test_a_spec_that_cannot_be_carried_out_leaves_the_children_as_they_are(
     assert set(world.children()) == set(CHILDREN)
 
 
+def _spec_of(case: str) -> dict[str, Any]:
+    """The spec of a golden case, as far as it can be carried out."""
+    found: dict[str, Any] = yaml.safe_load((CASES / f"{case}.yaml").read_text())["spec"]
+    found.pop("paused", None)
+    roles = found["roles"]
+    if "prefill" in roles:
+        roles["pd"] = roles.pop("prefill")
+        del roles["decode"]
+        found.pop("kvTransfer", None)
+    # Kubernetes 1.20 takes no empty text in an entry of a list.
+    for role in roles.values():
+        role["env"] = [one for one in role.get("env", []) if one.get("value") != ""]
+    return found
+
+
 @pytest.mark.parametrize("case", ["everything", "gpu", "hub-model", "autoscaled", "existing-claim"])
 def test_what_the_api_server_stores_is_what_was_wanted(
     world: World, start_operator: Callable[..., OperatorProcess], case: str
 ) -> None:
     """Whatever it fills in or writes differently, a second look finds nothing to do."""
-    document = yaml.safe_load((CASES / f"{case}.yaml").read_text())
-    world.create(spec=document["spec"])
+    world.create(spec=_spec_of(case))
     operator = start_operator("--tick=0.3")
     world.eventually(lambda: world.conditions().get("Ready"))
     world.eventually(

@@ -36,7 +36,11 @@ _ROOTS = {
 }
 STABLE_S = 2.0
 JSON, MERGE = "application/json", "application/merge-patch+json"
-CHILDREN = tuple(name for name in _ROOTS if name not in ("pods", "secrets", "events", "leases", PLURAL))
+BUDGETS = "poddisruptionbudgets"
+CHILDREN = (
+    BUDGETS,
+    *(name for name in _ROOTS if name not in ("pods", "secrets", "events", "leases", PLURAL)),
+)
 SPEC: Object = {
     "model": {"source": "/models/digits"},
     "roles": {"encoder": {"replicas": 2}, "pd": {"replicas": 1}},
@@ -55,6 +59,9 @@ class World:
         self.name = namespace.name
         self.cluster = namespace.cluster
         self._http = _http(namespace.client.configuration)
+        groups = self.call("GET", "/apis/policy")["versions"]
+        newest = "v1" if any(one["version"] == "v1" for one in groups) else "v1beta1"
+        self._roots = _ROOTS | {BUDGETS: f"/apis/policy/{newest}"}
 
     def close(self) -> None:
         self._http.close()
@@ -72,7 +79,7 @@ class World:
         return parsed
 
     def path(self, plural: str, name: str = "") -> str:
-        return f"{_ROOTS[plural]}/namespaces/{self.name}/{plural}" + (f"/{name}" if name else "")
+        return f"{self._roots[plural]}/namespaces/{self.name}/{plural}" + (f"/{name}" if name else "")
 
     def create(self, name: str = "demo", spec: Object = SPEC) -> Object:
         body = {

@@ -334,6 +334,7 @@ def test_news_is_what_changed_and_is_told_by_the_part_that_knows() -> None:
         _condition("EncoderReady", "True", "AllReady"),
         _condition("PDReady", "False", "CrashLoop"),
         _condition("StoreReady", "False", "ClaimPending"),
+        _condition("ProxyReady", "False", "Creating"),
     ]
     assert [(note.type, note.reason, note.message) for note in notes(before, after)] == [
         ("Warning", "CrashLoop", "PDReady: m"),
