@@ -3,7 +3,7 @@
 
     .venv/bin/python examples/images/write_images.py [--model MODEL_DIR]
 
-Of each digit it takes the first held-out scan that the model reads right.
+Of each digit it takes the most typical of the held-out scans that the model reads right.
 """
 
 import argparse
@@ -37,13 +37,15 @@ PICTURES = (
 
 
 def example(reader: Reader, digit: int) -> Image.Image:
-    """The first held-out picture of this digit to which the model gives the right answer."""
+    """The held-out picture of this digit nearest to their mean to which the model answers right."""
     _, held_out = load_split()
     size, style = PICTURES[digit]
     question = {"type": "text", "text": "What digit is this?"}
     messages = [{"role": "user", "content": [{"type": "image"}, question]}]
-    for scan in held_out.scans[held_out.labels == digit]:
-        picture = draw(scan, size, style)
+    scans = held_out.scans[held_out.labels == digit]
+    distances = ((scans - scans.mean(0)) ** 2).sum((1, 2))
+    for row in distances.argsort(kind="stable"):
+        picture = draw(scans[row], size, style)
         if reader.ask(messages, [picture]) == digits_chat.WORDS[digit]:
             return picture
     raise SystemExit(f"the model reads no held-out {digits_chat.WORDS[digit]} right")

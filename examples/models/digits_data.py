@@ -19,6 +19,8 @@ RESAMPLES = (
     Image.Resampling.BICUBIC,
     Image.Resampling.LANCZOS,
 )
+# Blocks are the hardest to learn: the edges between them look like strokes.
+BLOCKY_FIRST = (0.46, 0.18, 0.18, 0.18)
 BLACK = (0, 0, 0)
 WHITE = (255, 255, 255)
 
@@ -65,7 +67,7 @@ def load_split() -> tuple[Digits, Digits]:
 def draw(scan: NDArray[np.uint8], size: Size, style: Style) -> Image.Image:
     """One scan `[8, 8]` as an RGB picture of `size` (width, height)."""
     width, height = size
-    edge = style.scale * min(size)
+    edge = max(style.scale * min(size), min(8, *size))  # fewer pixels than the scan has would lose strokes
     box_width = min(width, max(1, round(edge * style.stretch**0.5)))
     box_height = min(height, max(1, round(edge / style.stretch**0.5)))
     mask = Image.fromarray(scan).resize((box_width, box_height), style.resample)
@@ -81,8 +83,8 @@ def draw(scan: NDArray[np.uint8], size: Size, style: Style) -> Image.Image:
 
 
 def random_style(rng: np.random.Generator) -> Style:
-    """A style for training: a third plain, the others moved, turned, stretched and recoloured a little."""
-    if rng.random() < 0.33:
+    """A style for training: two in five plain, the others moved, turned and recoloured a little."""
+    if rng.random() < 0.4:
         return plain_style(rng)
     paper, ink = _colour(rng, 0, 60), _colour(rng, 190, 256)
     if rng.random() < 0.5:
@@ -90,7 +92,7 @@ def random_style(rng: np.random.Generator) -> Style:
     return Style(
         paper,
         ink,
-        RESAMPLES[rng.integers(len(RESAMPLES))],
+        RESAMPLES[rng.choice(len(RESAMPLES), p=BLOCKY_FIRST)],
         scale=rng.uniform(0.7, 1.0),
         stretch=rng.uniform(0.85, 1.18),
         angle=rng.uniform(-10, 10),
@@ -99,10 +101,10 @@ def random_style(rng: np.random.Generator) -> Style:
 
 
 def plain_style(rng: np.random.Generator) -> Style:
-    """A style as people draw one: upright and centred, black on white or white on black."""
+    """As people draw one: upright, centred, black on white or the reverse, half of them without a margin."""
     paper, ink = (BLACK, WHITE) if rng.random() < 0.5 else (WHITE, BLACK)
     resample = RESAMPLES[rng.integers(len(RESAMPLES))]
-    return Style(paper, ink, resample, scale=rng.uniform(0.75, 1.0))
+    return Style(paper, ink, resample, scale=min(1.0, rng.uniform(0.75, 1.25)))
 
 
 def random_size(rng: np.random.Generator) -> Size:

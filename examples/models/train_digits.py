@@ -35,8 +35,8 @@ from examples.models.digits_batches import (
 )
 from examples.models.digits_data import Digits, draw, load_split, random_size, random_style
 
-STEPS = 2000
-WARM_UP_SHARE = 0.4  # of the steps, for the vision tower alone
+STEPS = 2500
+WARM_UP_SHARE = 0.52  # of the steps, for the vision tower alone
 WARM_UP_RATE = 3e-3
 CHAT_RATE = 2e-3
 WARM_UP_PICTURES = 64
