@@ -14,13 +14,14 @@ from ..apply.children import Children
 from ..apply.kinds import CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
 from ..apply.ownership import Owner
 from ..apply.plan import Ref, is_ending, plan
-from ..render import RenderContext, RenderError, render
+from ..render import RenderContext, RenderError
 from ..status.compute import Observed, claims_of, compute_status, previous_conditions
 from ..status.events import notes
 from ..status.parts import Problem
 from .cache import Cache, Key
 from .reading import INVALID, RefusedError, read
 from .recorder import Recorder
+from .rendered import Renderings
 
 Object = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Reconciler:
     ) -> None:
         self._cache = cache
         self._api = api
-        self._context = context
+        self._renderings = Renderings(context)
         self._now = now
         self._kinds: dict[str, Kind] = {kind.kind: kind for kind in child_kinds(context.versions)}
         self._children = Children(api, self._kinds.values())
@@ -70,9 +71,10 @@ class Reconciler:
         resource = self._cache.resource(key)
         if resource is None or is_ending(resource):
             # What it made names it as the owner: the API server collects it.
+            self._renderings.forget(key)
             return Result.OK
         children = self._cache.children(key)
-        wish = self._wish(resource, children)
+        wish = self._wish(key, resource, children)
         problems = list(wish.problems)
         if wish.deployment is not None and not wish.deployment.spec.paused:
             owner = Owner(key.name, resource["metadata"]["uid"])
@@ -83,24 +85,29 @@ class Reconciler:
             problems += outcome.problems
             if not steps.is_empty:
                 log.info("children written", extra={"resource": str(key), "count": len(outcome.written)})
-        await self._report(key, resource, wish.deployment, problems)
+                children = self._cache.children(key)
+        await self._report(key, resource, children, wish.deployment, problems)
         if wish.problems:
             return Result.REFUSED
         return Result.FAILED if problems else Result.OK
 
-    def _wish(self, resource: Object, children: dict[Ref, Object]) -> _Wish:
+    def _wish(self, key: Key, resource: Object, children: dict[Ref, Object]) -> _Wish:
         try:
             deployment = read(resource, children)
-            return _Wish(deployment, render(deployment, self._context), [])
+            return _Wish(deployment, self._renderings.manifests(key, deployment), [])
         except RefusedError as refused:
             return _Wish(None, [], [Problem(refused.reason, line) for line in refused.lines])
         except RenderError as error:
             return _Wish(None, [], [Problem(INVALID, str(error))])
 
     async def _report(
-        self, key: Key, resource: Object, deployment: EPDDeployment | None, problems: list[Problem]
+        self,
+        key: Key,
+        resource: Object,
+        children: dict[Ref, Object],
+        deployment: EPDDeployment | None,
+        problems: list[Problem],
     ) -> None:
-        children = self._cache.children(key)
         claims = {ref.name: found for ref, found in children.items() if ref.kind == CLAIM.kind}
         if deployment is not None:
             claims |= await self._others_claims(deployment, key, claims)
