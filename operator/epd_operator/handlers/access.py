@@ -16,6 +16,7 @@ import kopf
 from .metrics import Metrics
 
 _UNAUTHORIZED = 401
+_UNAUTHORIZED_PAUSE_S = 2.0
 _CREDENTIALS_AGE_S = 30.0
 """Tokens in files are replaced long before they expire."""
 
@@ -116,6 +117,9 @@ class Access:
                 response.release()
                 self._authorize(request, afresh=True)
                 response = await handler(request)
+            if response.status == _UNAUTHORIZED:
+                # kopf logs in and asks again without a pause.
+                await asyncio.sleep(_UNAUTHORIZED_PAUSE_S)
         except (aiohttp.ClientError, TimeoutError):
             self._metrics.requests.labels(*call, "none").inc()
             raise

@@ -31,15 +31,13 @@ def world(defined: Cluster, namespace: Namespace) -> Iterator[World]:
     found.close()
 
 
-@pytest.fixture(scope="session")
-def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("operator") / "log"
+@pytest.fixture(scope="module")
+def shared_operator(defined: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """An operator for the whole cluster, for tests that need nothing special of it.
 
-
-@pytest.fixture(scope="session")
-def shared_operator(defined: Cluster, operator_log: Path) -> Iterator[OperatorProcess]:
-    """An operator for the whole cluster, for tests that need nothing special of it."""
-    with running(defined.kubeconfig, operator_log) as process:
+    No test of a module that uses it may start another one: the two would do the same work.
+    """
+    with running(defined.kubeconfig, tmp_path_factory.mktemp("operator") / "log") as process:
         yield process
 
 

@@ -1,10 +1,6 @@
 """Children follow the resource: made, kept as they should be, pruned, never taken from others."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import yaml
 
 from tests.cluster.paths import REPOSITORY
 from tests.integration.operator.operators import OperatorProcess
@@ -48,40 +44,6 @@ def test_a_resource_gets_all_its_children_and_a_status(
     assert {one["type"] for one in resource["status"]["conditions"]} == {
         *("Ready", "Progressing", "Degraded", "StoreReady", "EncoderReady", "PDReady", "ProxyReady")
     }
-
-
-def test_ticks_make_no_list_and_no_write(
-    world: World, start_operator: Callable[..., OperatorProcess]
-) -> None:
-    """Ten minutes of a tick a minute, at a faster clock."""
-    world.create(spec=spec(roles={"encoder": {"replicas": 1}, "pd": {"autoscaling": {"maxReplicas": 3}}}))
-    # Nobody serves the metrics: the autoscaler's controller would write its complaint again and again.
-    operator = start_operator("--tick=0.3")
-    world.await_settled()
-    world.await_stable("horizontalpodautoscalers")
-
-    def writes() -> list[float]:
-        calls = [operator.metric("epd_operator_requests_total", verb=verb) for verb in (*WRITES, "list")]
-        return [*calls, operator.metric("epd_operator_requests_total", verb="get")]
-
-    before, versions, ticks = writes(), world.versions(without="horizontalpodautoscalers"), operator.ticks()
-    world.eventually(lambda: operator.ticks() >= ticks + 12)
-    assert writes() == before
-    assert world.versions(without="horizontalpodautoscalers") == versions
-
-
-def test_a_restarted_operator_writes_nothing(
-    world: World, start_operator: Callable[..., OperatorProcess]
-) -> None:
-    world.create()
-    first = start_operator()
-    world.await_settled()
-    first.stop()
-    versions = world.await_stable()
-    second = start_operator("--tick=0.3")
-    world.eventually(lambda: second.ticks() >= 3)
-    assert world.versions() == versions
-    assert sum(second.metric("epd_operator_requests_total", verb=verb) for verb in WRITES) == 0
 
 
 def test_drift_is_corrected_and_what_others_added_is_kept(
@@ -224,40 +186,3 @@ def test_a_spec_that_cannot_be_carried_out_leaves_the_children_as_they_are(
     resource = f"{PLURAL}/demo"
     assert {**after, resource: ""} == {**before, resource: ""}
     assert set(world.children()) == set(CHILDREN)
-
-
-def _spec_of(case: str) -> dict[str, Any]:
-    """The spec of a golden case, as far as it can be carried out."""
-    found: dict[str, Any] = yaml.safe_load((CASES / f"{case}.yaml").read_text())["spec"]
-    found.pop("paused", None)
-    roles = found["roles"]
-    if "prefill" in roles:
-        roles["pd"] = roles.pop("prefill")
-        del roles["decode"]
-        found.pop("kvTransfer", None)
-    # Kubernetes 1.20 takes no empty text in an entry of a list.
-    for role in roles.values():
-        role["env"] = [one for one in role.get("env", []) if one.get("value") != ""]
-    return found
-
-
-@pytest.mark.parametrize("case", ["everything", "gpu", "hub-model", "autoscaled", "existing-claim"])
-def test_what_the_api_server_stores_is_what_was_wanted(
-    world: World, start_operator: Callable[..., OperatorProcess], case: str
-) -> None:
-    """Whatever it fills in or writes differently, a second look finds nothing to do."""
-    world.create(spec=_spec_of(case))
-    operator = start_operator("--tick=0.3")
-    world.eventually(lambda: world.conditions().get("Ready"))
-    world.eventually(
-        lambda: operator.metric("epd_operator_reconciles_total", result="ok") >= 1, operator.tail
-    )
-    without = "horizontalpodautoscalers"
-    world.await_stable(without)
-
-    def writes() -> float:
-        return sum(operator.metric("epd_operator_requests_total", verb=verb) for verb in WRITES)
-
-    before, ticks = writes(), operator.ticks()
-    world.eventually(lambda: operator.ticks() >= ticks + 4)
-    assert writes() == before
