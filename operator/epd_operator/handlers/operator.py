@@ -79,6 +79,8 @@ class Operator:
             watching = kopf.operator(
                 registry=watches.registry(self._access),
                 settings=kopf_settings(kinds, options.stall_s),
+                # kopf would make one of its own from the user's name, which a pod's numeric user does not have.
+                identity=options.identity,
                 standalone=True,
                 clusterwide=not options.namespaces,
                 namespaces=options.namespaces,
