@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: help setup quickstart test lint format types pytest unit clean
+.PHONY: e2e help setup quickstart test lint format types pytest unit clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
@@ -27,8 +27,11 @@ format: setup ## Let ruff mend what it can
 types: setup ## mypy
 	$(BIN)/mypy
 
-pytest: setup ## All test suites
-	$(BIN)/python -m pytest
+pytest: setup ## All test suites but that of `make e2e`
+	$(BIN)/python -m pytest -m "not node"
+
+e2e: setup ## Helm install and kubectl apply in containers on a real node (builds the images first)
+	$(BIN)/python -m pytest -m node
 
 unit: setup ## Only the fast tests of pure decisions
 	$(BIN)/python -m pytest tests/unit

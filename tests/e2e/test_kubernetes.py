@@ -24,7 +24,7 @@ DOCUMENT = ROOT / "examples" / "digits.yaml"
 SEVEN = [user(shipped("seven"), "What digit is this?")]
 PAIR = [user(shipped("seven"), shipped("three"), "What digits are these?")]
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.node, pytest.mark.timeout(1800)]
 
 
 @dataclass

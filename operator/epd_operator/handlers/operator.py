@@ -79,7 +79,7 @@ class Operator:
             watching = kopf.operator(
                 registry=watches.registry(self._access),
                 settings=kopf_settings(kinds, options.stall_s),
-                # kopf would make one of its own from the user's name, which a pod's numeric user does not have.
+                # kopf's own would need the user's name, and a pod's numeric user has none.
                 identity=options.identity,
                 standalone=True,
                 clusterwide=not options.namespaces,
