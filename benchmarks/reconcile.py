@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from report import Row, print_table, write_json
@@ -30,8 +31,7 @@ from tests.integration.operator.world import CHILDREN as CHILDREN_KINDS
 from tests.integration.operator.world import PLURAL, World
 
 PATIENCE_S = 900.0
-TICK_S = 1.0
-TICKS = 10
+TICKS = 3
 QUIET_S = 3.0
 NAMESPACE = "benchmark"
 DEPLOYMENTS = 3  # of one resource: encoder, PD, proxy; they are made after all else
@@ -40,6 +40,15 @@ WRITES = ("create", "update", "patch", "delete")
 REQUESTS = "epd_operator_requests_total"
 RECONCILES = "epd_operator_reconcile_seconds_count"
 LIMIT = "limit"
+
+
+class Size(NamedTuple):
+    """How much is measured."""
+
+    singles: int
+    many: int
+    tick_s: float
+    """Long enough to look at all resources, with room."""
 
 
 def until(condition: Callable[[], bool], pause_s: float) -> None:
@@ -108,22 +117,22 @@ def steady(operator: OperatorProcess) -> dict[str, float]:
     return {name: (value - before[name]) / passed for name, value in counts().items()}
 
 
-def measure(world: World, operator: OperatorProcess, singles: int, count: int) -> list[Row]:
+def measure(world: World, operator: OperatorProcess, size: Size) -> list[Row]:
     """All numbers."""
-    times = [one(world, f"single-{index}") for index in range(singles)]
-    seconds, reconciles = many(world, operator, count)
+    times = [one(world, f"single-{index}") for index in range(size.singles)]
+    seconds, reconciles = many(world, operator, size.many)
     requests = steady(operator)
     memory = psutil.Process(operator.pid).memory_info().rss / 1e6
-    median = f"from create to all children, median of {singles}"
+    median = f"from create to all children, median of {size.singles}"
     return [
         Row(median, statistics.median(times), "s", LIMIT, 1.0, 1.0),
-        Row(f"{count} resources created at once, settled", seconds, "s", LIMIT, 90.0 * count / 300, 1.0),
+        Row(f"{size.many} resources created at once, settled", seconds, "s", LIMIT, 0.3 * size.many, 1.0),
         Row("reconciles while they settle", reconciles / seconds, "reconciles/s"),
         Row("lists a tick at rest", requests["lists"], "requests", LIMIT, 0.0, 1.0),
         Row("writes a tick at rest", requests["writes"], "requests", LIMIT, 0.0, 1.0),
         Row("reads of one object a tick at rest", requests["reads"], "requests"),
-        Row(f"watches begun a tick of {TICK_S:.0f} s at rest", requests["watches"], "requests"),
-        Row(f"memory with {count} resources more", memory, "MB", LIMIT, 200.0, 1.0),
+        Row(f"watches begun a tick of {size.tick_s:.0f} s at rest", requests["watches"], "requests"),
+        Row(f"memory with {size.many} resources more", memory, "MB", LIMIT, 200.0, 1.0),
     ]
 
 
@@ -132,7 +141,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 single resources and 20 at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args()
-    singles, count = (5, 20) if options.quick else (20, 300)
+    size = Size(5, 20, 2.0) if options.quick else Size(20, 300, 10.0)
     with (
         providers.start(with_node=False) as cluster,
         config.new_client_from_config(str(cluster.kubeconfig)) as connection,
@@ -141,8 +150,8 @@ def main() -> None:
         define(connection)
         client.CoreV1Api(connection).create_namespace({"metadata": {"name": NAMESPACE}})
         world = World(Namespace(NAMESPACE, cluster, connection))
-        with running(cluster.kubeconfig, Path(directory, "log"), f"--tick={TICK_S}") as operator:
-            rows = measure(world, operator, singles, count)
+        with running(cluster.kubeconfig, Path(directory, "log"), f"--tick={size.tick_s}") as operator:
+            rows = measure(world, operator, size)
     print_table(rows)
     if options.json:
         write_json(rows, options.json)
