@@ -32,7 +32,6 @@ from tests.integration.operator.world import PLURAL, World
 
 PATIENCE_S = 900.0
 TICKS = 3
-QUIET_S = 3.0
 NAMESPACE = "benchmark"
 DEPLOYMENTS = 3  # of one resource: encoder, PD, proxy; they are made after all else
 CHILDREN = 16
@@ -80,6 +79,7 @@ def one(world: World, name: str) -> float:
 def many(world: World, operator: OperatorProcess, count: int) -> tuple[float, float]:
     """Seconds until so many resources, created at once, have children and a status; reconciles by then."""
     before = operator.metric(RECONCILES)
+    wanted = CHILDREN * (count + len(world.listed(PLURAL)))
     begun = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda index: world.create(f"many-{index}"), range(count)))
@@ -90,13 +90,14 @@ def many(world: World, operator: OperatorProcess, count: int) -> tuple[float, fl
         found = [found for found in world.listed(PLURAL) if found["metadata"]["name"].startswith("many-")]
         if not all(found.get("status", {}).get("conditions") for found in found):
             return False
-        return deployments(world, "app.kubernetes.io/managed-by=epd-operator") >= DEPLOYMENTS * count
+        label = "app.kubernetes.io/managed-by=epd-operator"
+        return sum(len(world.listed(plural, labelSelector=label)) for plural in CHILDREN_KINDS) == wanted
 
     until(settled, 0.5)
     return time.monotonic() - begun, operator.metric(RECONCILES) - before
 
 
-def steady(operator: OperatorProcess) -> dict[str, float]:
+def steady(operator: OperatorProcess, tick_s: float) -> dict[str, float]:
     """Requests for each tick, once the cluster has come to rest."""
 
     def counts() -> dict[str, float]:
@@ -107,7 +108,7 @@ def steady(operator: OperatorProcess) -> dict[str, float]:
 
     def quiet() -> bool:
         before = counts()
-        time.sleep(QUIET_S)
+        time.sleep(2 * tick_s)
         return counts()["writes"] == before["writes"]
 
     until(quiet, 0)
@@ -121,7 +122,7 @@ def measure(world: World, operator: OperatorProcess, size: Size) -> list[Row]:
     """All numbers."""
     times = [one(world, f"single-{index}") for index in range(size.singles)]
     seconds, reconciles = many(world, operator, size.many)
-    requests = steady(operator)
+    requests = steady(operator, size.tick_s)
     memory = psutil.Process(operator.pid).memory_info().rss / 1e6
     median = f"from create to all children, median of {size.singles}"
     return [

@@ -40,8 +40,8 @@ def test_a_restarted_operator_writes_nothing(
     world.create()
     first = start_operator()
     world.await_settled()
-    first.stop()
     versions = world.await_stable()
+    first.stop()
     second = start_operator("--tick=0.3")
     world.eventually(lambda: second.ticks() >= 3)
     assert world.versions() == versions
