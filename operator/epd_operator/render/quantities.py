@@ -36,7 +36,8 @@ def canonical_quantity(quantity: str | int | float, finest: Decimal = _NANO) -> 
         amount = _rounded_up(amount, finest)
         if amount == 0:
             return "0"
-        if binary and amount >= 1024 and amount == amount.to_integral_value():
+        # Without a binary suffix to show, the kind is lost at the next reading: decimal from the start.
+        if binary and amount >= 1024 and amount % 1024 == 0:
             return _with_binary_suffix(int(amount))
         number, exponent = _thousands(amount)
         if len(suffix) > 1 and suffix[0] in "eE":

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal, localcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from epd_operator.api import quantity_value
@@ -78,6 +78,7 @@ def test_the_form_that_the_api_server_stores(written: str, stored: str) -> None:
 
 
 @given(QUANTITIES)
+@example("1113562.5Ki")
 def test_the_amount_stays_and_a_second_time_changes_nothing(written: str) -> None:
     stored = canonical_quantity(written)
     with localcontext(prec=100):
