@@ -24,8 +24,8 @@ _CREDENTIALS_AGE_S = 30.0
 class Listener(Protocol):
     """Learns of the requests that keep a cache true."""
 
-    def listed(self, path: str, items: list[dict[str, Any]]) -> None:
-        """A list of all objects at a path has come."""
+    def listed(self, path: str, page: "Page") -> None:
+        """A page of the list of all objects at a path has come."""
 
     def watching(self, path: str) -> None:
         """The API server has agreed to report changes at a path."""
@@ -36,6 +36,14 @@ class Call(NamedTuple):
 
     verb: str
     resource: str
+
+
+class Page(NamedTuple):
+    """A part of a list."""
+
+    items: list[dict[str, Any]]
+    is_first: bool
+    is_last: bool
 
 
 def describe(method: str, path: str, *, watch: bool) -> Call:
@@ -129,5 +137,8 @@ class Access:
                 self._listener.watching(request.url.path)
             elif call.verb == "list":
                 # aiohttp keeps the body, so whoever asked for the list can still read it.
-                self._listener.listed(request.url.path, (await response.json())["items"])
+                found = await response.json()
+                is_last = not found["metadata"].get("continue")
+                page = Page(found["items"], "continue" not in request.url.query, is_last)
+                self._listener.listed(request.url.path, page)
         return response

@@ -6,7 +6,7 @@ hundred megabytes.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 from ..apply.diff import MANAGER
@@ -73,22 +73,17 @@ class Cache:
         self._forget(place)
         return known.key
 
-    def replace(self, kind: Kind, namespace: str | None, listed: Iterable[Object]) -> set[Key]:
-        """Takes in a whole list of a kind, in one namespace or all; what is not in it is gone."""
-        keys, places = set(), set()
-        for found in listed:
-            metadata = found["metadata"]
-            places.add(_Place(kind, metadata["namespace"], metadata["name"]))
-            keys.add(self.put(kind, found))
+    def retain(self, kind: Kind, namespace: str | None, names: Set[tuple[str, str]]) -> set[Key]:
+        """Forgets what is not among these (by namespace and name) of a kind, in one namespace or all."""
         gone = [
             place
             for place in self._entries
-            if place.kind is kind and namespace in (None, place.namespace) and place not in places
+            if place.kind is kind and namespace in (None, place.namespace) and place[1:] not in names
         ]
+        keys = {self._entries[place].key for place in gone}
         for place in gone:
-            keys.add(self._entries[place].key)
             self._forget(place)
-        return {key for key in keys if key is not None}
+        return keys
 
     def resource(self, key: Key) -> Object | None:
         """A resource; None when there is none."""

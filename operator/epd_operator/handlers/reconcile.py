@@ -84,8 +84,11 @@ class Reconciler:
                 self._cache.put(self._kinds[written["kind"]], written)
             problems += outcome.problems
             if not steps.is_empty:
-                log.info("children written", extra={"resource": str(key), "count": len(outcome.written)})
                 children = self._cache.children(key)
+            if outcome.written:
+                log.info("children written", extra={"resource": str(key), "count": len(outcome.written)})
+            for problem in outcome.problems:
+                log.warning(problem.message, extra={"resource": str(key), "reason": problem.reason})
         await self._report(key, resource, children, wish.deployment, problems)
         if wish.problems:
             return Result.REFUSED

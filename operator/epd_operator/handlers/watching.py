@@ -12,7 +12,7 @@ import kopf
 
 from ..apply.kinds import RESOURCE, Kind
 from ..render.labels import MANAGED_BY, MANAGED_BY_LABEL
-from .access import Access
+from .access import Access, Page
 from .cache import Cache, Key
 from .health import Health
 
@@ -22,6 +22,7 @@ _WATCHES_A_STALL = 2.5
 _WORKERS = 64
 _IDLE_S = 0.05
 _RETRY_S = 1.0
+_PAGE = 100
 
 
 class _NoMemory(kopf.DiffBaseStorage):  # type: ignore[misc]
@@ -59,17 +60,26 @@ class Watches:
         self._collections: Mapping[str, tuple[Kind, str | None]] = {
             kind.collection(scope): (kind, scope) for kind in self._kinds for scope in scopes
         }
+        self._listing: dict[str, set[tuple[str, str]]] = {}
         health.expect(self._collections)
 
-    def listed(self, path: str, items: list[dict[str, Any]]) -> None:
-        """A whole list has come: at the start, or when a watch had lost its place."""
+    def listed(self, path: str, page: Page) -> None:
+        """A page of a list has come: at the start, or when a watch had lost its place."""
         if path not in self._collections:
             return
-        self._health.listed.add(path)
-        for key in self._cache.replace(*self._collections[path], items):
-            self._changed(key)
-        if not self._health.unready():
-            self._known()
+        kind, scope = self._collections[path]
+        if page.is_first:
+            self._listing[path] = set()
+        for found in page.items:
+            metadata = found["metadata"]
+            self._listing[path].add((metadata["namespace"], metadata["name"]))
+            self._tell(self._cache.put(kind, found))
+        if page.is_last:
+            for key in self._cache.retain(kind, scope, self._listing.pop(path)):
+                self._tell(key)
+            self._health.listed.add(path)
+            if not self._health.unready():
+                self._known()
 
     def watching(self, path: str) -> None:
         """A watch has begun."""
@@ -88,11 +98,13 @@ class Watches:
         async def observe(event: Mapping[str, Any], **_: Any) -> None:
             gone = event["type"] == "DELETED"
             found = event["object"]
-            key = self._cache.remove(kind, found) if gone else self._cache.put(kind, found)
-            if key is not None:
-                self._changed(key)
+            self._tell(self._cache.remove(kind, found) if gone else self._cache.put(kind, found))
 
         return observe
+
+    def _tell(self, key: Key | None) -> None:
+        if key is not None:
+            self._changed(key)
 
 
 def kopf_settings(kinds: Iterable[Kind], stall_s: float) -> kopf.OperatorSettings:
@@ -109,6 +121,8 @@ def kopf_settings(kinds: Iterable[Kind], stall_s: float) -> kopf.OperatorSetting
     settings.networking.request_timeout = 60
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = itertools.repeat(_RETRY_S)
+    # A whole list of a large cluster, as JSON and as Python objects, is more than all else in memory.
+    settings.watching.chunk_size = _PAGE
     settings.watching.server_timeout = max(1, round(stall_s / _WATCHES_A_STALL))
     settings.watching.inactivity_timeout = settings.watching.server_timeout + stall_s / 10
     for kind in kinds:

@@ -71,10 +71,10 @@ def test_what_is_not_in_a_list_is_gone() -> None:
     cache.put(DEPLOYMENT, _object("b", 1, of="other"))
     cache.put(DEPLOYMENT, _object("c", 1, namespace="elsewhere"))
     cache.put(POD, _object("a", 1))
-    assert cache.replace(DEPLOYMENT, "n", [_object("b", 1, of="other")]) == {KEY}
+    assert cache.retain(DEPLOYMENT, "n", {("n", "b")}) == {KEY}
     assert list(cache.children(KEY)) == [Ref("Pod", "a")]
     assert list(cache.children(Key("elsewhere", "demo"))) == [Ref("Deployment", "c")]
-    assert cache.replace(DEPLOYMENT, None, []) == {OTHER, Key("elsewhere", "demo")}
+    assert cache.retain(DEPLOYMENT, None, set()) == {OTHER, Key("elsewhere", "demo")}
 
 
 def test_resources_are_told_from_children() -> None:
