@@ -21,6 +21,7 @@ TENSOR_NAME = "ec_cache"
 FORMAT_VERSION = "1"
 CHECKSUM = "xxh3-128"
 MAX_HEADER_BYTES = 64 * 1024
+PAYLOAD_ALIGNMENT = 64  # bytes; where an entry starts at a cache line, so does its payload
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -78,7 +79,7 @@ def checksum(payload: memoryview | bytes) -> str:
 def encode_header(
     tensor: torch.Tensor, *, fingerprint: str, modality: str, metadata: Mapping[str, Any]
 ) -> bytes:
-    """The bytes that precede the payload: length, JSON, padding to 8 bytes.
+    """The bytes that precede the payload: length, JSON, padding to `PAYLOAD_ALIGNMENT`.
 
     `tensor` is a contiguous CPU tensor `[num_embeds, width]` of float32, bfloat16 or float16.
     """
@@ -100,7 +101,7 @@ def encode_header(
         },
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
