@@ -1,9 +1,8 @@
 """One entry's bytes: a safetensors file that holds the tensor `ec_cache` and says what it is.
 
-The layout is safetensors' own (8-byte little-endian header length, JSON header, raw tensor bytes), so
-that any safetensors reader, vLLM's file connector included, can read what we write. Written by hand
-rather than by the library for two reasons: the payload goes to the file without a copy, and a reader
-bounds and checks every field before it believes one.
+Any safetensors reader, vLLM's file connector included, can read what we write. Written by hand rather than
+by the library for two reasons: the payload goes to the file without a copy, and a reader bounds and checks
+every field before it believes one. The header's own parser is `header.py`, which needs no torch.
 """
 
 import json
@@ -16,11 +15,29 @@ import torch
 import xxhash
 
 from epd_engine.ec_store.errors import EntryDamaged
+from epd_engine.ec_store.header import (
+    CHECKSUM,
+    FORMAT_VERSION,
+    MAX_HEADER_BYTES,
+    TENSOR_NAME,
+    PlainHeader,
+    parse_header,
+)
 
-TENSOR_NAME = "ec_cache"
-FORMAT_VERSION = "1"
-CHECKSUM = "xxh3-128"
-MAX_HEADER_BYTES = 64 * 1024
+__all__ = [
+    "CHECKSUM",
+    "FORMAT_VERSION",
+    "MAX_HEADER_BYTES",
+    "PAYLOAD_ALIGNMENT",
+    "TENSOR_NAME",
+    "EntryHeader",
+    "Expectation",
+    "checksum",
+    "decode_header",
+    "encode_header",
+    "payload_view",
+]
+
 PAYLOAD_ALIGNMENT = 64  # bytes; where an entry starts at a cache line, so does its payload
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -28,20 +45,12 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class EntryHeader:
-    """What an entry says of itself; `shape` is `(num_embeds, width)`, `metadata` the placeholder's."""
-
-    fingerprint: str
-    modality: str
-    metadata: Mapping[str, Any]
-    dtype: torch.dtype
-    shape: tuple[int, int]
-    checksum: str
-    created: float
+class EntryHeader(PlainHeader):
+    """A header whose dtype torch knows."""
 
     @property
-    def payload_bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype_name]
 
 
 @dataclass(frozen=True)
@@ -55,13 +64,18 @@ class Expectation:
     metadata: Mapping[str, Any] | None = None
 
     def check(self, header: EntryHeader) -> None:
-        """Raises `EntryDamaged` with the first difference."""
+        """Raises `EntryDamaged` with the first difference.
+
+        A foreign entry, where the reader took one, has neither fingerprint nor metadata to differ.
+        """
+        said = () if header.foreign else (("model fingerprint", header.fingerprint, self.fingerprint),)
+        placed = () if header.foreign else (("placeholder metadata", header.metadata, self.metadata),)
         for name, found, wanted in (
-            ("model fingerprint", header.fingerprint, self.fingerprint),
+            *said,
             ("number of embeddings", header.shape[0], self.num_embeds),
             ("width", header.shape[1], self.width),
             ("dtype", header.dtype, self.dtype),
-            ("placeholder metadata", header.metadata, self.metadata),
+            *placed,
         ):
             if wanted is not None and found != wanted:
                 raise EntryDamaged(f"the entry's {name} is {found}, expected {wanted}")
@@ -105,38 +119,6 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def decode_header(data: memoryview, file_bytes: int) -> tuple[EntryHeader, int]:
-    """The header of an entry and the payload's offset. `data` holds at least the header.
-
-    Raises `EntryDamaged` for anything that is not exactly one `ec_cache` tensor filling the file.
-    """
-    if len(data) < 8:
-        raise EntryDamaged("the file is shorter than its length field")
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES or 8 + length > len(data):
-        raise EntryDamaged(f"a header of {length} bytes in a file of {file_bytes}")
-    try:
-        document = json.loads(bytes(data[8 : 8 + length]))
-        said, tensor = document["__metadata__"], document[TENSOR_NAME]
-        rows, width = (int(n) for n in tensor["shape"])
-        header = EntryHeader(
-            fingerprint=str(said["model_fingerprint"]),
-            modality=str(said["modality"]),
-            metadata=json.loads(said["placeholder"]),
-            dtype=_DTYPES[tensor["dtype"]],
-            shape=(rows, width),
-            checksum=str(said["checksum"]),
-            created=float(said["created"]),
-        )
-        known = said["format_version"] == FORMAT_VERSION and said["checksum_algorithm"] == CHECKSUM
-        whole = [0, header.payload_bytes] == list(tensor["data_offsets"]) and set(document) == {
-            "__metadata__",
-            TENSOR_NAME,
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EntryDamaged(f"the header cannot be read: {error!r}") from error
-    if not known:
-        raise EntryDamaged("the entry has another format version or checksum algorithm")
-    if rows <= 0 or width <= 0 or not whole or 8 + length + header.payload_bytes != file_bytes:
-        raise EntryDamaged(f"the header and the file's {file_bytes} bytes disagree")
-    return header, 8 + length
+def decode_header(data: memoryview, file_bytes: int, *, foreign: bool = False) -> tuple[EntryHeader, int]:
+    """The header of an entry and the payload's offset; as `header.parse_header`."""
+    return parse_header(data, file_bytes, EntryHeader, foreign=foreign)

@@ -5,20 +5,23 @@ What if a peer is slow, dead, restarted or lies?
 - Two writers of one key each rename a whole file: the last one wins, and both are right.
 - A reader believes nothing: header, length, expectation and checksum are checked before use.
 - A look-up has no side effects; only a save makes directories.
+- Another node's view may be a moment old (NFS): what cannot be found there, or not as it should be, is
+  looked for again after the directories were asked for anew. Nothing relies on flock, atime or inotify.
+- The janitor takes a directory away under a save: the directory is made again.
 """
 
-import io
+import errno
 import os
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from epd_engine.ec_store.entry import (
-    MAX_HEADER_BYTES,
     EntryHeader,
     Expectation,
     checksum,
@@ -26,55 +29,125 @@ from epd_engine.ec_store.entry import (
     encode_header,
     payload_view,
 )
-from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreUnavailable
+from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError, StoreUnavailable
 from epd_engine.ec_store.keys import check_key
+from epd_engine.ec_store.layout import (
+    ENTRY_NAME,
+    LOCAL_TYPES,
+    check_namespace,
+    make_directory,
+    open_new,
+    read_into,
+    read_start,
+    refresh_directory,
+    sync_directory,
+    temporary_name,
+    write_all,
+)
+from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 
-ENTRY_NAME = "encoder_cache.safetensors"
-DIRECTORY_MODE = 0o2770  # setgid: entries of every pod belong to the volume's group
-FILE_MODE = 0o660
+Verify = Literal["always", "sample", "never"]
+SAMPLE_EVERY = 16  # under `sample`, the first load of a store object and every 16th after it
+
+# Seconds before each look that follows a failed one, on a volume whose view may be old.
+RECHECK = (0.0,)
+PATIENT_RECHECK = (0.0, 0.02, 0.1, 0.3)
+DIRECTORY_RACES = 5  # how often a save makes a directory again that the janitor found empty
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """What a save publishes: `tensor` is `[num_embeds, width]`, on any device."""
+
+    key: str
+    tensor: torch.Tensor
+    fingerprint: str
+    modality: str
+    metadata: Mapping[str, Any]
 
 
 class FileStore:
-    """The file form of the EC store, for any number of writers and readers on one volume."""
+    """The file form of the EC store, for any number of writers and readers on one volume. Thread-safe."""
 
     def __init__(
-        self, root: Path, namespace: str, *, fsync: bool = True, verify: bool = True, touch: bool = True
+        self,
+        root: Path,
+        namespace: str,
+        *,
+        fsync: bool | None = None,
+        verify: bool | Verify = "always",
+        touch: bool = True,
+        accept_foreign: bool = False,
     ):
         """`root` must exist by the first save; `namespace` is one path component or empty.
 
-        `fsync` flushes a payload before it becomes visible, `verify` checks its checksum at every load,
-        `touch` marks an entry as used when it is loaded. Raises ValueError for a namespace with a path in it.
+        `fsync` flushes payload and directory entry before a save returns (None: unless the root is in
+        memory). `verify` says which loads check the payload's checksum; True and False stand for `always`
+        and `never`. `touch` marks an entry as used when it is loaded. `accept_foreign` reads entries without
+        our metadata too, by shape and dtype alone: they have no fingerprint and no checksum, so it is for a
+        directory that only one model uses. Raises ValueError for a namespace with a path in it.
         """
-        if namespace in (".", "..") or "/" in namespace or "\0" in namespace:
-            raise ValueError(f"namespace {namespace!r} must be one path component")
-        self._base = root / namespace if namespace else root
-        self._fsync, self._verify, self._touch = fsync, verify, touch
+        check_namespace(namespace)
+        self._root, self._base = str(root), str(root / namespace)
+        kind = filesystem_type(root)
+        self._fsync = kind not in MEMORY_TYPES if fsync is None else fsync
+        self._view_may_be_old = kind not in LOCAL_TYPES
+        self._verify: Verify = verify if isinstance(verify, str) else "always" if verify else "never"
+        self._touch, self._foreign = touch, accept_foreign
+        self._loads = count()
 
     def path(self, key: str) -> Path:
         """Where the entry of `key` lies. Raises `InvalidKey`."""
-        return self._base / check_key(key) / ENTRY_NAME
+        return Path(self._directory(key), ENTRY_NAME)
 
-    def probe(self, key: str, expected: Expectation, *, deep: bool = False) -> EntryHeader:
+    def probe(
+        self, key: str, expected: Expectation, *, deep: bool = False, patient: bool = False
+    ) -> EntryHeader:
         """The header of a usable entry; `deep` reads the payload against its checksum too.
 
-        Raises `EntryMissing`, `EntryDamaged`, `StoreUnavailable` or `InvalidKey`.
+        `patient`: the caller knows that the entry is there, so on a volume whose view may be old it is
+        looked for again for up to half a second. Raises `EntryMissing`, `EntryDamaged`, `StoreUnavailable`
+        or `InvalidKey`.
         """
-        if deep:
-            return self._read(key, expected, verify=True)[0]
-        with self._open(key) as file:
-            header, _ = _read_header(file)
-        expected.check(header)
-        return header
 
-    def load(self, key: str, expected: Expectation, device: torch.device) -> torch.Tensor:
+        def read(descriptor: int) -> EntryHeader:
+            header, offset = self._header(descriptor, expected)
+            if deep:
+                _fill(torch.empty(header.payload_bytes, dtype=torch.uint8), descriptor, offset, header, True)
+            return header
+
+        return self._read(key, read, patient)
+
+    def load(
+        self,
+        key: str,
+        expected: Expectation,
+        device: torch.device,
+        into: torch.Tensor | None = None,
+        *,
+        patient: bool = False,
+    ) -> torch.Tensor:
         """A tensor `[num_embeds, width]` of the entry's dtype on `device`, copied once out of the file.
 
-        Raises as `probe` does.
+        `into` is a contiguous CPU tensor to fill: of the entry's shape and dtype, or of uint8 and at least as
+        many bytes. On the CPU the answer is a view of it. After an error its content is anything.
+        Raises as `probe` does, and ValueError for an `into` that does not fit.
         """
-        _, tensor = self._read(key, expected, verify=self._verify)
-        if self._touch:
-            self._mark_used(key)
-        return tensor.to(device)
+
+        def read(descriptor: int) -> torch.Tensor:
+            header, offset = self._header(descriptor, expected)
+            buffer = _buffer(header, device) if into is None else _fitting(into, header)
+            _fill(buffer, descriptor, offset, header, verify)
+            if self._touch:
+                _mark_used(descriptor)
+            return buffer.view(header.dtype).view(header.shape)
+
+        verify = self._verify == "always" or (
+            self._verify == "sample" and next(self._loads) % SAMPLE_EVERY == 0
+        )
+        return self._read(key, read, patient).to(device)
 
     def save(
         self, key: str, tensor: torch.Tensor, *, fingerprint: str, modality: str, metadata: Mapping[str, Any]
@@ -83,82 +156,212 @@ class FileStore:
 
         Raises `StoreUnavailable` when the volume refuses, `InvalidKey` for a malformed key.
         """
-        path = self.path(key)
-        tensor = tensor.detach().to("cpu").contiguous()
-        header = encode_header(tensor, fingerprint=fingerprint, modality=modality, metadata=metadata)
-        temporary = path.with_name(f".{ENTRY_NAME}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+        for failure in self.save_many([NewEntry(key, tensor, fingerprint, modality, metadata)]).values():
+            raise failure
+
+    def save_many(self, entries: Iterable[NewEntry]) -> dict[str, StoreError]:
+        """Publishes several entries and shares what flushing costs: all are written, then all are flushed,
+        then all become visible, then each directory is flushed once.
+
+        Returns the failures by key; whatever is not in there can be found by any reader.
+        """
+        failures: dict[str, StoreError] = {}
+        batch = _Batch(self._base, self._root)
         try:
-            self._make_directories(path.parent)
-            self._write(temporary, header, payload_view(tensor))
-            os.replace(temporary, path)
-            if self._fsync:
-                _sync_directory(path.parent)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise StoreUnavailable(f"cannot write the EC store at {self._base}: {error.strerror}") from error
+            for entry in entries:
+                try:
+                    batch.write(self._directory(entry.key), entry)
+                except OSError as error:
+                    failures[entry.key] = self._refused(error)
+                except StoreError as error:
+                    failures[entry.key] = error
+            failures |= {k: self._refused(e) for k, e in batch.publish(self._fsync).items()}
+        finally:
+            batch.discard()
+        return failures
 
-    def _write(self, temporary: Path, header: bytes, payload: memoryview) -> None:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-        with open(descriptor, "wb", buffering=0) as file:
-            os.fchmod(descriptor, FILE_MODE)  # whatever the umask
-            for part in (memoryview(header), payload):
-                while len(part):
-                    part = part[file.write(part) :]
-            if self._fsync:
-                os.fdatasync(descriptor)
+    def _refused(self, error: OSError) -> StoreUnavailable:
+        refused = StoreUnavailable(f"cannot write the EC store at {self._base}: {error.strerror}")
+        refused.__cause__ = error
+        return refused
 
-    def _make_directories(self, directory: Path) -> None:
-        for level in (self._base, directory):
+    def _directory(self, key: str) -> str:
+        return f"{self._base}/{check_key(key)}"
+
+    def _header(self, descriptor: int, expected: Expectation) -> tuple[EntryHeader, int]:
+        header, offset = decode_header(*read_start(descriptor), foreign=self._foreign)
+        expected.check(header)
+        return header, offset
+
+    def _read(self, key: str, read: Callable[[int], T], patient: bool) -> T:
+        """What `read` makes of the entry's descriptor, looked for again as the volume's nature demands."""
+        directory = self._directory(key)
+        rechecks = iter(PATIENT_RECHECK if patient else RECHECK)
+        failure: StoreError
+        while True:
             try:
-                level.mkdir()
-            except FileExistsError:
-                continue
-            level.chmod(DIRECTORY_MODE)
+                return _with_open(f"{directory}/{ENTRY_NAME}", read)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                again, failure = self._view_may_be_old, EntryMissing(f"no entry {key}")
+                failure.__cause__ = error
+            except EntryDamaged as error:
+                again, failure = self._view_may_be_old, error
+            except OSError as error:
+                again = error.errno == errno.ESTALE
+                failure = StoreUnavailable(f"cannot read the EC store at {self._base}: {error.strerror}")
+                failure.__cause__ = error
+            wait = next(rechecks, None)
+            if not again or wait is None:
+                raise failure
+            time.sleep(wait)
+            for level in (self._base, directory):
+                refresh_directory(level)
 
-    def _mark_used(self, key: str) -> None:
+
+@dataclass
+class _Batch:
+    """Saves that become visible together. After `publish`, or an error, `discard` leaves nothing behind."""
+
+    base: str
+    root: str
+    _written: list["_Written"] = field(default_factory=list)
+    _changed: set[str] = field(default_factory=set)  # directories whose entries must be flushed
+
+    def write(self, directory: str, entry: NewEntry) -> None:
+        """A temporary file with the whole entry. Raises OSError."""
+        tensor = entry.tensor.detach().to("cpu").contiguous()
+        header = encode_header(
+            tensor, fingerprint=entry.fingerprint, modality=entry.modality, metadata=entry.metadata
+        )
+        temporary = f"{directory}/{temporary_name()}"
+        written = _Written(entry.key, directory, temporary, self._open(directory, temporary))
+        self._written.append(written)
         try:
-            os.utime(self.path(key))
+            write_all(written.descriptor, [header, payload_view(tensor)])
         except OSError:
-            return  # read-only mount, another owner, or just deleted: recency is only a hint
+            self._written.pop().discard()
+            raise
 
-    def _read(self, key: str, expected: Expectation, *, verify: bool) -> tuple[EntryHeader, torch.Tensor]:
-        # Read straight into the tensor rather than through a mapping: it is one copy either way, and a
-        # file that shrinks meanwhile is a short read here but a SIGBUS there.
-        with self._open(key) as file:
-            header, offset = _read_header(file)
-            expected.check(header)
-            tensor = torch.empty(header.shape, dtype=header.dtype)
-            payload = payload_view(tensor)
-            file.seek(offset)
-            done = 0
-            while done < len(payload):
-                count = file.readinto(payload[done:])
-                if not count:
-                    raise EntryDamaged(f"the payload ends after {done} of {len(payload)} bytes")
-                done += count
-        if verify and checksum(payload) != header.checksum:
-            raise EntryDamaged("the payload does not match its checksum")
-        return header, tensor
+    def publish(self, fsync: bool) -> dict[str, OSError]:
+        """Flushes, closes and renames everything that was written; the failures by key."""
+        failures: dict[str, OSError] = {}
+        for step in (
+            (_Written.flush, _Written.close, _Written.rename)
+            if fsync
+            else (
+                _Written.close,  # on a network file system it is here that a full volume shows
+                _Written.rename,
+            )
+        ):
+            for written in self._written:
+                if written.key in failures:
+                    continue
+                try:
+                    step(written)
+                except OSError as error:
+                    failures[written.key] = error
+        if fsync:
+            failures |= self._flush_directories()
+        return failures
 
-    @contextmanager
-    def _open(self, key: str) -> Iterator[io.FileIO]:
+    def _flush_directories(self) -> dict[str, OSError]:
+        failures = {}
+        for written in self._written:
+            try:
+                if not written.temporary:
+                    sync_directory(written.directory)
+            except OSError as error:
+                failures[written.key] = error
+        for directory in sorted(self._changed):
+            try:
+                sync_directory(directory)
+            except OSError as error:
+                failures |= {written.key: error for written in self._written}
+        return failures
+
+    def discard(self) -> None:
+        for written in self._written:
+            written.discard()
+
+    def _open(self, directory: str, temporary: str) -> int:
+        for _ in range(DIRECTORY_RACES):
+            try:
+                if make_directory(directory):
+                    self._changed.add(self.base)
+            except FileNotFoundError:
+                if make_directory(self.base):
+                    self._changed.add(self.root)
+                continue
+            try:
+                return open_new(temporary)
+            except FileNotFoundError:
+                continue  # the janitor found the directory empty
+        raise FileNotFoundError(errno.ENOENT, "its directories go as fast as they are made")
+
+
+@dataclass
+class _Written:
+    key: str
+    directory: str
+    temporary: str  # empty once it has its real name
+    descriptor: int  # negative once closed
+
+    def flush(self) -> None:
+        os.fdatasync(self.descriptor)
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
+
+    def rename(self) -> None:
+        os.replace(self.temporary, f"{self.directory}/{ENTRY_NAME}")
+        self.temporary = ""
+
+    def discard(self) -> None:
         try:
-            with open(self.path(key), "rb", buffering=0) as file:
-                yield file
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise EntryMissing(f"no entry {key}") from error
-        except OSError as error:
-            raise StoreUnavailable(f"cannot read the EC store at {self._base}: {error.strerror}") from error
+            if self.descriptor >= 0:
+                self.close()
+            if self.temporary:
+                os.unlink(self.temporary)
+        except OSError:
+            return  # the janitor takes temporary files that are left
 
 
-def _read_header(file: io.FileIO) -> tuple[EntryHeader, int]:
-    start = file.read(8 + MAX_HEADER_BYTES)
-    return decode_header(memoryview(start), os.fstat(file.fileno()).st_size)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _with_open(path: str, read: Callable[[int], T]) -> T:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        return read(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _buffer(header: EntryHeader, device: torch.device) -> torch.Tensor:
+    # Pinned for a GPU: torch keeps such memory, and copies from it without one more copy in the driver.
+    return torch.empty(header.payload_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _fitting(into: torch.Tensor, header: EntryHeader) -> torch.Tensor:
+    """The bytes of `into` that the entry fills, `[payload_bytes]` uint8."""
+    if into.device.type != "cpu" or not into.is_contiguous():
+        raise ValueError("the tensor to load into must be a contiguous one on the CPU")
+    if into.dtype == torch.uint8 and into.numel() >= header.payload_bytes:
+        return into.view(-1)[: header.payload_bytes]
+    if into.dtype == header.dtype and tuple(into.shape) == header.shape:
+        return into.view(-1).view(torch.uint8)
+    raise ValueError(
+        f"an entry of {header.shape} {header.dtype} does not go into {tuple(into.shape)} {into.dtype}"
+    )
+
+
+def _fill(buffer: torch.Tensor, descriptor: int, offset: int, header: EntryHeader, verify: bool) -> None:
+    payload = payload_view(buffer)
+    read_into(descriptor, payload, offset)
+    if verify and not header.foreign and checksum(payload) != header.checksum:
+        raise EntryDamaged("the payload does not match its checksum")
+
+
+def _mark_used(descriptor: int) -> None:
+    try:
+        os.utime(descriptor)  # to "now": that needs write permission only, not ownership
+    except OSError:
+        return  # read-only mount or gone: recency is only a hint
