@@ -27,10 +27,10 @@ format: setup ## Let ruff mend what it can
 types: setup ## mypy
 	$(BIN)/mypy
 
-pytest: setup ## All test suites but that of `make e2e`
-	$(BIN)/python -m pytest -m "not node"
+pytest: setup ## All test suites
+	$(BIN)/python -m pytest
 
-e2e: setup ## Helm install and kubectl apply in containers on a real node (builds the images first)
+e2e: setup ## Only: Helm install and kubectl apply in containers on a real node (builds the images first)
 	$(BIN)/python -m pytest -m node
 
 unit: setup ## Only the fast tests of pure decisions
