@@ -19,6 +19,7 @@ from epd_engine.ec_store.header import (
     CHECKSUM,
     FORMAT_VERSION,
     MAX_HEADER_BYTES,
+    NO_CHECKSUM,
     TENSOR_NAME,
     PlainHeader,
     parse_header,
@@ -91,13 +92,22 @@ def checksum(payload: memoryview | bytes) -> str:
 
 
 def encode_header(
-    tensor: torch.Tensor, *, fingerprint: str, modality: str, metadata: Mapping[str, Any]
+    tensor: torch.Tensor,
+    *,
+    fingerprint: str,
+    modality: str,
+    metadata: Mapping[str, Any],
+    checked: bool = True,
 ) -> bytes:
     """The bytes that precede the payload: length, JSON, padding to `PAYLOAD_ALIGNMENT`.
 
-    `tensor` is a contiguous CPU tensor `[num_embeds, width]` of float32, bfloat16 or float16.
+    `tensor` is a contiguous CPU tensor `[num_embeds, width]` of float32, bfloat16 or float16. Without
+    `checked` the entry carries no checksum. Raises ValueError for another dtype or number of dimensions.
     """
-    payload = payload_view(tensor)
+    if tensor.dtype not in _DTYPE_NAMES or tensor.dim() != 2:
+        raise ValueError(
+            f"an entry is a matrix of float32, bfloat16 or float16, not {tensor.dtype} {tuple(tensor.shape)}"
+        )
     header = {
         "__metadata__": {
             "format_version": FORMAT_VERSION,
@@ -105,13 +115,13 @@ def encode_header(
             "modality": modality,
             "placeholder": json.dumps(metadata, sort_keys=True),
             "created": f"{time.time():.3f}",
-            "checksum_algorithm": CHECKSUM,
-            "checksum": checksum(payload),
+            "checksum_algorithm": CHECKSUM if checked else NO_CHECKSUM,
+            "checksum": checksum(payload_view(tensor)) if checked else "",
         },
         TENSOR_NAME: {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [0, len(payload)],
+            "data_offsets": [0, tensor.nbytes],
         },
     }
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -15,16 +15,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import xxhash
 
 from epd_engine.ec_store.entry import (
     EntryHeader,
     Expectation,
-    checksum,
     decode_header,
     encode_header,
     payload_view,
@@ -48,6 +49,7 @@ from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 
 Verify = Literal["always", "sample", "never"]
 SAMPLE_EVERY = 16  # under `sample`, the first load of a store object and every 16th after it
+VERIFY_CHUNK = 1 << 20  # bytes read and then checked while the processor still has them
 
 # Seconds before each look that follows a failed one, on a volume whose view may be old.
 RECHECK = (0.0,)
@@ -84,9 +86,10 @@ class FileStore:
         """`root` must exist by the first save; `namespace` is one path component or empty.
 
         `fsync` flushes payload and directory entry before a save returns (None: unless the root is in
-        memory). `verify` says which loads check the payload's checksum; True and False stand for `always`
-        and `never`. `touch` marks an entry as used when it is loaded. `accept_foreign` reads entries without
-        our metadata too, by shape and dtype alone: they have no fingerprint and no checksum, so it is for a
+        memory). `verify` says which loads check the payload's checksum (True and False stand for `always`
+        and `never`); with `never`, saves write none either, and readers that check refuse such an entry.
+        `touch` marks an entry as used when it is loaded. `accept_foreign` reads entries without our
+        metadata too, by shape and dtype alone: they have no fingerprint and no checksum, so it is for a
         directory that only one model uses. Raises ValueError for a namespace with a path in it.
         """
         check_namespace(namespace)
@@ -115,7 +118,8 @@ class FileStore:
         def read(descriptor: int) -> EntryHeader:
             header, offset = self._header(descriptor, expected)
             if deep:
-                _fill(torch.empty(header.payload_bytes, dtype=torch.uint8), descriptor, offset, header, True)
+                payload = memoryview(bytearray(header.payload_bytes))
+                _fill(payload, descriptor, offset, header, self._verify != "never")
             return header
 
         return self._read(key, read, patient)
@@ -136,18 +140,18 @@ class FileStore:
         Raises as `probe` does, and ValueError for an `into` that does not fit.
         """
 
+        verify = self._verifies()
+
         def read(descriptor: int) -> torch.Tensor:
             header, offset = self._header(descriptor, expected)
-            buffer = _buffer(header, device) if into is None else _fitting(into, header)
-            _fill(buffer, descriptor, offset, header, verify)
+            tensor = _empty(header, device) if into is None else _fitting(into, header)
+            _fill(payload_view(tensor), descriptor, offset, header, verify)
             if self._touch:
                 _mark_used(descriptor)
-            return buffer.view(header.dtype).view(header.shape)
+            return tensor
 
-        verify = self._verify == "always" or (
-            self._verify == "sample" and next(self._loads) % SAMPLE_EVERY == 0
-        )
-        return self._read(key, read, patient).to(device)
+        tensor = self._read(key, read, patient)
+        return tensor if device.type == "cpu" else tensor.to(device)
 
     def save(
         self, key: str, tensor: torch.Tensor, *, fingerprint: str, modality: str, metadata: Mapping[str, Any]
@@ -166,7 +170,7 @@ class FileStore:
         Returns the failures by key; whatever is not in there can be found by any reader.
         """
         failures: dict[str, StoreError] = {}
-        batch = _Batch(self._base, self._root)
+        batch = _Batch(self._base, self._root, self._verify != "never")
         try:
             for entry in entries:
                 try:
@@ -189,9 +193,14 @@ class FileStore:
         return f"{self._base}/{check_key(key)}"
 
     def _header(self, descriptor: int, expected: Expectation) -> tuple[EntryHeader, int]:
-        header, offset = decode_header(*read_start(descriptor), foreign=self._foreign)
+        header, offset = _parsed(*read_start(descriptor), self._foreign)
         expected.check(header)
         return header, offset
+
+    def _verifies(self) -> bool:
+        if self._verify == "sample":
+            return next(self._loads) % SAMPLE_EVERY == 0
+        return self._verify == "always"
 
     def _read(self, key: str, read: Callable[[int], T], patient: bool) -> T:
         """What `read` makes of the entry's descriptor, looked for again as the volume's nature demands."""
@@ -224,6 +233,7 @@ class _Batch:
 
     base: str
     root: str
+    checked: bool  # entries carry a checksum
     _written: list["_Written"] = field(default_factory=list)
     _changed: set[str] = field(default_factory=set)  # directories whose entries must be flushed
 
@@ -231,7 +241,11 @@ class _Batch:
         """A temporary file with the whole entry. Raises OSError."""
         tensor = entry.tensor.detach().to("cpu").contiguous()
         header = encode_header(
-            tensor, fingerprint=entry.fingerprint, modality=entry.modality, metadata=entry.metadata
+            tensor,
+            fingerprint=entry.fingerprint,
+            modality=entry.modality,
+            metadata=entry.metadata,
+            checked=self.checked,
         )
         temporary = f"{directory}/{temporary_name()}"
         written = _Written(entry.key, directory, temporary, self._open(directory, temporary))
@@ -335,28 +349,42 @@ def _with_open(path: str, read: Callable[[int], T]) -> T:
         os.close(descriptor)
 
 
-def _buffer(header: EntryHeader, device: torch.device) -> torch.Tensor:
+@lru_cache(256)
+def _parsed(start: bytes, file_bytes: int, foreign: bool) -> tuple[EntryHeader, int]:
+    # An entry that is loaded was looked up a moment before: the same bytes need not be understood twice.
+    return decode_header(memoryview(start), file_bytes, foreign=foreign)
+
+
+def _empty(header: EntryHeader, device: torch.device) -> torch.Tensor:
     # Pinned for a GPU: torch keeps such memory, and copies from it without one more copy in the driver.
-    return torch.empty(header.payload_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(header.shape, dtype=header.dtype, pin_memory=device.type == "cuda")
 
 
 def _fitting(into: torch.Tensor, header: EntryHeader) -> torch.Tensor:
-    """The bytes of `into` that the entry fills, `[payload_bytes]` uint8."""
+    """`into`, or its first bytes, as a tensor of the entry's shape and dtype."""
     if into.device.type != "cpu" or not into.is_contiguous():
         raise ValueError("the tensor to load into must be a contiguous one on the CPU")
+    if into.dtype == header.dtype and into.shape == header.shape:
+        return into
     if into.dtype == torch.uint8 and into.numel() >= header.payload_bytes:
-        return into.view(-1)[: header.payload_bytes]
-    if into.dtype == header.dtype and tuple(into.shape) == header.shape:
-        return into.view(-1).view(torch.uint8)
+        return into.view(-1)[: header.payload_bytes].view(header.dtype).view(header.shape)
     raise ValueError(
         f"an entry of {header.shape} {header.dtype} does not go into {tuple(into.shape)} {into.dtype}"
     )
 
 
-def _fill(buffer: torch.Tensor, descriptor: int, offset: int, header: EntryHeader, verify: bool) -> None:
-    payload = payload_view(buffer)
-    read_into(descriptor, payload, offset)
-    if verify and not header.foreign and checksum(payload) != header.checksum:
+def _fill(payload: memoryview, descriptor: int, offset: int, header: EntryHeader, verify: bool) -> None:
+    if not verify or header.foreign:
+        read_into(descriptor, payload, offset)
+        return
+    if not header.checksum:
+        raise EntryDamaged("the entry carries no checksum: its writer's option `verify` is `never`")
+    digest = xxhash.xxh3_128()
+    for at in range(0, len(payload), VERIFY_CHUNK):
+        part = payload[at : at + VERIFY_CHUNK]
+        read_into(descriptor, part, offset + at)
+        digest.update(part)
+    if digest.hexdigest() != header.checksum:
         raise EntryDamaged("the payload does not match its checksum")
 
 

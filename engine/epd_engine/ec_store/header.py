@@ -14,6 +14,7 @@ from epd_engine.ec_store.errors import EntryDamaged
 TENSOR_NAME = "ec_cache"
 FORMAT_VERSION = "1"
 CHECKSUM = "xxh3-128"
+NO_CHECKSUM = "none"
 MAX_HEADER_BYTES = 64 * 1024
 ITEM_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -24,7 +25,8 @@ class PlainHeader:
 
     `shape` is `(num_embeds, width)`, `dtype_name` safetensors' name of the dtype ("F32", "BF16", "F16"),
     `metadata` the placeholder's, `created` seconds of the wall clock. `foreign`: the entry is another
-    program's and says nothing but its dtype and shape; the other fields are empty.
+    program's and says nothing but its dtype and shape; the other fields are empty. `checksum` is empty too
+    where the writer made none.
     """
 
     fingerprint: str
@@ -106,6 +108,6 @@ def _our_metadata(document: Mapping[str, Any], foreign: bool) -> Mapping[str, An
         raise EntryDamaged(
             f"the entry has format version {str(said['format_version'])[:20]}, not {FORMAT_VERSION}"
         )
-    if said["checksum_algorithm"] != CHECKSUM:
+    if said["checksum_algorithm"] != (CHECKSUM if said["checksum"] else NO_CHECKSUM):
         raise EntryDamaged(f"the entry's checksum is {said['checksum_algorithm']!r:.40}, not {CHECKSUM}")
     return dict(said)

@@ -87,14 +87,14 @@ def publish_text(path: Path, text: str) -> None:
         raise
 
 
-def read_start(descriptor: int) -> tuple[memoryview, int]:
+def read_start(descriptor: int) -> tuple[bytes, int]:
     """The file's first bytes, the whole header among them, and its length. Raises `EntryDamaged`."""
     file_bytes = os.fstat(descriptor).st_size
     start = os.pread(descriptor, _HEADER_GUESS, 0)
     needed = 8 + header_length(memoryview(start), file_bytes)
     if needed > len(start):
         start += os.pread(descriptor, needed - len(start), len(start))
-    return memoryview(start), file_bytes
+    return start[:needed], file_bytes
 
 
 def read_into(descriptor: int, payload: memoryview, offset: int) -> None:
