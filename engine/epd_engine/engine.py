@@ -79,7 +79,8 @@ class Engine:
             )
         )
         self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), config.block_size)
-        self._connector = worker_side
+        self._connectors_made = [c for c in (scheduler_side, worker_side) if c is not None]
+        self.is_stalled = False
         self.stats = StepStats()
 
     @property
@@ -97,8 +98,13 @@ class Engine:
         self.runner.forget(request_id)
 
     def step(self) -> list[RequestUpdate]:
-        """One `schedule -> execute -> update`. A step that fails ends its own requests and no others."""
+        """One `schedule -> execute -> update`. A step that fails ends its own requests and no others.
+
+        Worth a call now and then without work too: connectors look after their stores. `is_stalled` says
+        afterwards that nothing could be done, so that an immediate next call would not either.
+        """
         step = self.scheduler.schedule()
+        self.is_stalled = step.is_empty
         try:
             output = ModelRunnerOutput() if step.is_empty else self.runner.execute(step)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
@@ -140,8 +146,8 @@ class Engine:
         }
 
     def shutdown(self) -> None:
-        if self._connector is not None:
-            self._connector.shutdown()
+        for connector in self._connectors_made:
+            connector.shutdown()
 
     def _connectors(self) -> tuple[ECConnectorBase | None, ECConnectorBase | None]:
         if self.config.ec_transfer is None:

@@ -13,7 +13,8 @@ from epd_engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # how often an idle loop shows that it lives
+IDLE_SECONDS = 1.0  # how often an idle loop shows that it lives, and lets connectors look after their stores
+STALLED_SECONDS = 0.005  # until work that had no room is tried again
 
 
 class EngineLoop:
@@ -109,13 +110,13 @@ class EngineLoop:
             self._heartbeat = time.monotonic()
             if not self._take_inbox(engine):
                 return
-            if engine.has_work:
-                self._publish(engine.step())
+            self._publish(engine.step())
 
     def _take_inbox(self, engine: Engine) -> bool:
         """Runs what has come in, waiting for it only when there is nothing else to do. False: stop."""
+        wait = STALLED_SECONDS if engine.has_work else IDLE_SECONDS
         try:
-            command = self._inbox.get(block=not engine.has_work, timeout=IDLE_SECONDS)
+            command = self._inbox.get(block=engine.is_stalled or not engine.has_work, timeout=wait)
             while command is not None:
                 command(engine)
                 command = self._inbox.get_nowait()

@@ -51,12 +51,19 @@ class EncoderCacheManager:
         entry.references.add((request.request_id, index))
         return True
 
+    def is_cached(self, item: MediaItem) -> bool:
+        return item.mm_hash in self._entries
+
+    def can_allocate(self, item: MediaItem) -> bool:
+        """Whether there is room, counting what nobody references."""
+        freeable = sum(self._entries[key].item.num_embeds for key in self._freeable)
+        return item.num_embeds <= self.capacity - self._used + freeable
+
     def allocate(self, request: Request, index: int) -> bool:
         """Makes the item resident with one reference, evicting what nobody references. All or nothing."""
         item = request.media[index]
         assert item.mm_hash not in self._entries, "resident items are referenced, not allocated"
-        freeable = sum(self._entries[key].item.num_embeds for key in self._freeable)
-        if item.num_embeds > self.capacity - self._used + freeable:
+        if not self.can_allocate(item):
             return False
         while item.num_embeds > self.capacity - self._used:
             key, _ = self._freeable.popitem(last=False)

@@ -44,6 +44,8 @@ class MediaPlanner:
                     f"(--encoder-cache-size {self.cache.capacity})",
                     "messages",
                 )
+            if self.connector is not None and (reason := self.connector.refusal(item)) is not None:
+                raise RequestError(400, "media_too_large", reason, "messages")
 
     def place(self, request: Request, index: int, step: SchedulerOutput) -> Placement:
         """The three ways for a consumer's item. External loads take cache room but no compute budget."""
@@ -68,8 +70,11 @@ class MediaPlanner:
         """
         if self._in_store(request, index):
             return Placement.PUBLISHED
-        if self.cache.reference_if_cached(request, index):
-            assert self.connector is not None
+        assert self.connector is not None
+        if self.cache.is_cached(request.media[index]):
+            if not self.connector.ensure_cache_available(request, index):
+                return Placement.LATER
+            self.cache.reference_if_cached(request, index)
             self.connector.update_state_after_alloc(request, index, load=False)
             step.republish_encoder_input.append((request, index))
             return Placement.READY
@@ -82,8 +87,11 @@ class MediaPlanner:
         # An item larger than the whole budget gets a step of its own.
         if item.num_embeds > self._budget and self._budget < self._max_encoder_embeds:
             return Placement.LATER
-        if not self.cache.allocate(request, index):
+        if not self.cache.can_allocate(item):
             return Placement.LATER
+        if self.connector is not None and not self.connector.ensure_cache_available(request, index):
+            return Placement.LATER
+        self.cache.allocate(request, index)
         self._budget = max(0, self._budget - item.num_embeds)
         if self.connector is not None:
             self.connector.update_state_after_alloc(request, index, load=False)

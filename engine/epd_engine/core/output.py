@@ -36,13 +36,29 @@ class SchedulerOutput:
     # Resident already, but the store lacks them: a producer publishes them again.
     republish_encoder_input: list[tuple[Request, int]] = field(default_factory=list)
     freed_encoder_hashes: list[str] = field(default_factory=list)
-    # Requests of an encode-only instance that end when this step's saves have succeeded.
+    # Requests of an encode-only instance with items in this step or still being saved.
     encode_requests: list[Request] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
+    # Whether the step ends only when all saves have; an encoder with more to encode goes on meanwhile.
+    wait_for_saves: bool = True
 
     @property
     def is_empty(self) -> bool:
-        return not (self.chunks or self.encode_requests or self.scheduled_encoder_inputs)
+        connector = self.ec_connector_metadata
+        upkeep = connector is not None and connector.has_work
+        return not (self.chunks or self.encode_requests or self.scheduled_encoder_inputs or upkeep)
+
+    def failed(self, reason: str) -> ECConnectorOutput:
+        """What a connector must hear of a step that could not be executed."""
+        return ECConnectorOutput(
+            failed_sending={
+                request.media[index].mm_hash: reason
+                for request, index in self.scheduled_encoder_inputs + self.republish_encoder_input
+            },
+            failed_recving={
+                request.media[index].mm_hash: reason for request, index in self.external_load_encoder_input
+            },
+        )
 
 
 @dataclass

@@ -6,8 +6,9 @@ under one token budget, and a request waits before a picture that is not there y
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from epd_engine.core.kv_blocks import BlockPool
 from epd_engine.core.media_planner import MediaPlanner, Placement, missing_item_error
@@ -127,6 +128,8 @@ class Scheduler:
 
     def fail_step(self, step: SchedulerOutput, error: RequestError) -> list[RequestUpdate]:
         updates, self._errors = self._errors, []
+        if self._planner.connector is not None:
+            self._planner.connector.update_connector_output(step.failed(str(error)))
         for request, index in step.scheduled_encoder_inputs + step.external_load_encoder_input:
             self._planner.cache.drop(request.media[index].mm_hash)
         return updates + [self._fail(c.request, error) for c in step.chunks if not c.request.is_finished]
@@ -184,9 +187,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         params = None
         if reason is not None:
-            self._end(request)
-            if self._planner.connector is not None:
-                _, params = self._planner.connector.request_finished(request)
+            params = self._end(request)
         return RequestUpdate(request.request_id, (token,), reason, ec_transfer_params=params)
 
     def _preempt(self, request: Request) -> None:
@@ -203,7 +204,8 @@ class Scheduler:
         self._end(request)
         return RequestUpdate(request.request_id, error=error)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request) -> Mapping[str, Any] | None:
+        """Frees what the request holds; what the connector has to tell its client, if it ended well."""
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         elif request.status is RequestStatus.WAITING:
@@ -211,6 +213,10 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._release(request)
         del self._requests[request.request_id]
+        if self._planner.connector is None:
+            return None
+        _, params = self._planner.connector.request_finished(request)
+        return params
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.block_ids)

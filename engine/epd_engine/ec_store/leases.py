@@ -7,8 +7,9 @@ rows that expire by themselves, so that nobody has to notice its death.
 A lease is a courtesy, not a lock: it keeps an entry from being deleted between a look-up and a load. Whoever
 reads still checks what it got, so that a lease that is seen late costs a miss and never a wrong tensor.
 
-What if a peer is slow, dead, restarted or lies? A slow reader's lease runs out, and its load may miss. A dead
-one's rows expire and its file is swept. A restarted one has a new file. A torn or foreign file counts as no lease.
+What if a peer is slow, dead, restarted or lies? A slow reader's lease runs out, and its load may miss. A
+dead one's rows expire and its file is swept. A restarted one has a new file. A torn or foreign file counts
+as no lease.
 """
 
 import os
@@ -53,7 +54,7 @@ class LeaseTable:
 
     def __init__(self, base: Path, seconds: float):
         """`seconds` is how long a lease lasts without being taken again."""
-        self._directory, self.seconds = base / DIRECTORY, seconds
+        self._base, self._directory, self.seconds = base, base / DIRECTORY, seconds
         self._held: dict[str, _Held] = {}
         self._free = list(range(ROWS - 1, -1, -1))
         self._acknowledged = 0
@@ -94,6 +95,10 @@ class LeaseTable:
         """Whether this reader leases `key` now."""
         held = self._held.get(key)
         return held is not None and held.expires > time.time()
+
+    def everyones(self) -> set[str]:
+        """Keys that any reader of this base leases now, this one included."""
+        return live_leases(self._base)
 
     def close(self) -> None:
         """Gives everything back."""
@@ -153,7 +158,7 @@ class LeaseTable:
 def live_leases(base: Path) -> set[str]:
     """Keys of `base` that somebody leases now."""
     now = time.time()
-    found = set()
+    found: set[str] = set()
     for _, content in _files(base):
         found.update(bytes(key).hex() for key in _live(content, now)["key"])
     return found

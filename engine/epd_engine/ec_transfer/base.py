@@ -41,15 +41,33 @@ class ECModelIdentity:
 class ECConnectorMetadata:
     """What one step's worker side has to do; each connector has its own subclass."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the worker side must run even in a step that schedules nothing."""
+        return False
+
 
 @dataclass
 class ECConnectorOutput:
-    """What the worker side did in one step, by mm_hash. Failures carry a reason for people."""
+    """What the worker side did since the last step, by mm_hash. Failures carry a reason for people.
+
+    `finished_sending`: published, so that any reader finds it. `acknowledged`: loaded by a reader, once for
+    each load.
+    """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_sending: dict[str, str] = field(default_factory=dict)
     failed_recving: dict[str, str] = field(default_factory=dict)
+    acknowledged: list[str] = field(default_factory=list)
+
+    def merge(self, other: "ECConnectorOutput") -> None:
+        """Takes in what `other` says."""
+        self.finished_sending |= other.finished_sending
+        self.finished_recving |= other.finished_recving
+        self.failed_sending |= other.failed_sending
+        self.failed_recving |= other.failed_recving
+        self.acknowledged += other.acknowledged
 
 
 class ECConnectorBase(ABC):
@@ -77,8 +95,12 @@ class ECConnectorBase(ABC):
     def build_connector_meta(self) -> ECConnectorMetadata:
         """This step's plan; the connector's own state starts anew for the next step."""
 
-    def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        """A hook before a request is scheduled, for connectors that fetch ahead. False: not yet."""
+    def refusal(self, item: "MediaItem") -> str | None:
+        """Why `item` could never be published by this instance, if so."""
+        return None
+
+    def ensure_cache_available(self, request: "Request", index: int) -> bool:
+        """Before item `index` is encoded: room in the store for what will be published. False: not yet."""
         return True
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:  # noqa: B027
@@ -109,6 +131,9 @@ class ECConnectorBase(ABC):
         """Called once: the cache that loads fill, and the device its tensors live on."""
         self._device = device
 
+    def free_physical_cache(self) -> None:  # noqa: B027
+        """Frees what the step's metadata names, before anything is loaded or saved."""
+
     @abstractmethod
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Puts the step's external items into `encoder_cache` as `[num_embeds, width]`. Never raises for
@@ -116,11 +141,12 @@ class ECConnectorBase(ABC):
 
     @abstractmethod
     def save_caches(self, encoder_cache: Mapping[str, torch.Tensor], mm_hash: str) -> None:
-        """Publishes one item of the step's plan. Never raises for an item, as above."""
+        """Begins to publish one item of the step's plan; waits only where too much is being saved already.
+        Never raises for an item, as above."""
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Returns once every save of this step is durable and visible, or has failed."""
+        """Returns once every save that has begun is durable and visible, or has failed."""
 
     @abstractmethod
     def get_finished(self) -> ECConnectorOutput:

@@ -75,8 +75,8 @@ def read_extra_config(config: ECTransferConfig, defaults: Mapping[str, Any]) -> 
             f"known are {', '.join(defaults)}"
         )
     for key, value in given.items():
-        if defaults[key] is not None and type(value) is not type(defaults[key]):
-            raise ECConfigError(
-                f"ec_connector_extra_config key {key!r} must be a {type(defaults[key]).__name__}"
-            )
+        wanted = type(defaults[key])
+        if defaults[key] is None or type(value) is wanted or (wanted is float and type(value) is int):
+            continue
+        raise ECConfigError(f"ec_connector_extra_config key {key!r} must be a {wanted.__name__}")
     return {**defaults, **given}

@@ -48,7 +48,12 @@ class ECConnectorFactory:
         return cls.get_connector_class(config)(config, role, identity)
 
 
-for _name in ("ECSharedStorageConnector", "ECExampleConnector"):  # the second is vLLM's later name
-    ECConnectorFactory.register_connector(
-        _name, "epd_engine.ec_transfer.shared_storage_connector", "ECSharedStorageConnector"
-    )
+for _name, _module in (
+    ("ECSharedStorageConnector", "shared_storage_connector"),
+    ("ECSharedMemoryConnector", "shared_memory_connector"),
+):
+    ECConnectorFactory.register_connector(_name, f"epd_engine.ec_transfer.{_module}", _name)
+# vLLM's later name of the first.
+ECConnectorFactory.register_connector(
+    "ECExampleConnector", "epd_engine.ec_transfer.shared_storage_connector", "ECSharedStorageConnector"
+)

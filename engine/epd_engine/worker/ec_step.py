@@ -13,6 +13,8 @@ def ec_step(
     connector: ECConnectorBase | None,
     metadata: ECConnectorMetadata | None,
     encoder_cache: dict[str, torch.Tensor],
+    *,
+    wait_for_saves: bool,
 ) -> Iterator[ECConnectorOutput]:
     """Yields the output that is filled in once the block ends; external items are loaded on entry."""
     output = ECConnectorOutput()
@@ -22,13 +24,11 @@ def ec_step(
     assert metadata is not None, "a connector's step has metadata"
     connector.bind_connector_metadata(metadata)
     try:
+        connector.free_physical_cache()
         connector.start_load_caches(encoder_cache)
         yield output
-        connector.wait_for_save()
-        done = connector.get_finished()
-        output.finished_sending |= done.finished_sending
-        output.finished_recving |= done.finished_recving
-        output.failed_sending |= done.failed_sending
-        output.failed_recving |= done.failed_recving
+        if wait_for_saves:
+            connector.wait_for_save()
+        output.merge(connector.get_finished())
     finally:
         connector.clear_connector_metadata()

@@ -40,7 +40,12 @@ class ModelRunner:
         output = ModelRunnerOutput()
         for key in step.freed_encoder_hashes:
             self.encoder_cache.pop(key, None)
-        with ec_step(self._connector, step.ec_connector_metadata, self.encoder_cache) as output.ec_output:
+        with ec_step(
+            self._connector,
+            step.ec_connector_metadata,
+            self.encoder_cache,
+            wait_for_saves=step.wait_for_saves,
+        ) as output.ec_output:
             output.encode_errors = self.encoder.run(
                 [request.media[index] for request, index in step.scheduled_encoder_inputs]
             )

@@ -28,10 +28,28 @@ def test_done_means_published() -> None:
     assert len(step.scheduled_encoder_inputs) == 1
     assert scheduler.update(step, ModelRunnerOutput()) == []  # encoded, not yet published
     step = scheduler.schedule()
-    assert step.scheduled_encoder_inputs == []
-    assert len(step.republish_encoder_input) == 1
+    assert step.scheduled_encoder_inputs == step.republish_encoder_input == []
     (update,) = scheduler.update(step, sent("a"))
     assert update.finish_reason is FinishReason.STOP
+
+
+def test_encoding_goes_on_while_the_disk_is_busy() -> None:
+    scheduler, connector = make(set(), cache=16, budget=4)
+    for name in "ab":
+        scheduler.add(request(name, 0, [item(name, 0, 4, pixels=True)]))
+    first = scheduler.schedule()
+    assert not first.wait_for_saves
+    assert scheduler.update(first, ModelRunnerOutput()) == []
+    second = scheduler.schedule()
+    assert [r.request_id for r, _ in second.scheduled_encoder_inputs] == ["b"]
+    assert not second.wait_for_saves
+    (update,) = scheduler.update(second, sent("a"))
+    assert update.request_id == "a"
+    third = scheduler.schedule()
+    assert third.wait_for_saves, "there is nothing to encode, so that the wait costs nobody"
+    (update,) = scheduler.update(third, sent("b"))
+    assert update.request_id == "b"
+    assert connector.saves == [key("a"), key("b")]
 
 
 def test_an_item_that_is_stored_already_is_success() -> None:

@@ -5,8 +5,8 @@
     ...         slots of 128 bytes, one for each entry
     data_at     the entries' bytes: payload, then the text (JSON: modality and placeholder metadata)
 
-The header's `epoch` is odd while the producer changes the index, and a slot's `generation` is odd while the slot
-stands for no entry. Both only grow. A number of 8 aligned bytes is written and read in one piece.
+The header's `epoch` is odd while the producer changes the index, and a slot's `generation` is odd while the
+slot stands for no entry. Both only grow. A number of 8 aligned bytes is written and read in one piece.
 """
 
 import struct
@@ -23,7 +23,8 @@ EPOCH_WORD = 40 // 8
 COMMITTED_WORD = 48 // 8
 
 SLOT = struct.Struct("<QIIQQIIIBB2xd16s32s")
-"""generation, next, reserved, offset, payload bytes, text bytes, rows, width, dtype, has a checksum, created, checksum, key"""
+"""generation, next, reserved, offset, payload bytes, text bytes, rows, width, dtype, has a checksum, created,
+checksum, key"""
 SLOT_BYTES = 128
 SLOT_WORDS = SLOT_BYTES // 8
 

@@ -49,8 +49,8 @@ class ArenaReader:
     """One arena, mapped for reading. Not thread-safe."""
 
     def __init__(self, path: Path):
-        """Raises `EntryDamaged` for a file that is no arena of this version, `StoreUnavailable` if it cannot be
-        opened."""
+        """Raises `EntryDamaged` for a file that is no arena of this version, `StoreUnavailable` if it cannot
+        be opened."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -100,7 +100,7 @@ class ArenaReader:
         return None
 
     def is_current(self, located: Located) -> bool:
-        """Whether the entry is still the one that was found; asked after a copy, the answer covers the copy."""
+        """Whether the entry is still the one that was found; asked after a copy, it covers the copy."""
         fence()
         return self._words[located.slot_word] == located.generation
 

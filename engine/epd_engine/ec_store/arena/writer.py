@@ -87,8 +87,8 @@ class ArenaWriter:
     ) -> None:
         """Publishes `tensor` `[num_embeds, width]` at `offset` of the data; readers see it when this returns.
 
-        The bytes from `offset` on belong to no entry that is still linked. Raises `StoreUnavailable` when the
-        tmpfs has no more memory or there is no slot left, `ValueError` for a dtype or key that cannot be stored.
+        The bytes from `offset` on belong to no entry that is still linked. Raises `StoreUnavailable` when
+        the tmpfs has no more memory or no slot is left, `ValueError` for a dtype or key that cannot be kept.
         """
         raw, text = bytes.fromhex(check_key(key)), text_of(modality, metadata)
         tensor = tensor.detach()
@@ -167,7 +167,7 @@ class ArenaWriter:
         return mapped
 
     def _commit(self, end: int) -> None:
-        """Takes memory up to `end` and faults it in. Without it a full tmpfs would end the process by SIGBUS."""
+        """Takes memory up to `end` and faults it in: a full tmpfs is an error here, a SIGBUS later."""
         if end <= self._committed:
             return
         wanted = min(-(-end // _COMMIT_STEP) * _COMMIT_STEP, self.geometry.data_bytes)

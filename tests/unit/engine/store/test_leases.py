@@ -14,12 +14,15 @@ KEYS = [f"{n:064x}" for n in range(1, 6)]
 
 def test_a_taken_key_is_live_until_it_is_given_back_as_often(tmp_path: Path) -> None:
     table = LeaseTable(tmp_path, 60)
-    assert table.take(KEYS[0]) and table.take(KEYS[0]) and table.take(KEYS[1])
+    assert table.take(KEYS[0])
+    assert table.take(KEYS[0])
+    assert table.take(KEYS[1])
     table.release(KEYS[0], read=False)
     assert live_leases(tmp_path) == {KEYS[0], KEYS[1]}
     table.release(KEYS[0], read=False)
     assert live_leases(tmp_path) == {KEYS[1]}
-    assert table.holds(KEYS[1]) and not table.holds(KEYS[0])
+    assert table.holds(KEYS[1])
+    assert not table.holds(KEYS[0])
 
 
 def test_a_dead_readers_leases_expire_by_themselves(tmp_path: Path) -> None:
@@ -106,7 +109,8 @@ def test_only_files_of_the_dead_are_swept(tmp_path: Path) -> None:
 def test_where_nothing_can_be_written_nothing_is_granted(tmp_path: Path) -> None:
     (tmp_path / leases.DIRECTORY).write_text("a file where the directory should be")
     assert not LeaseTable(tmp_path, 60).take(KEYS[0])
-    assert live_leases(tmp_path) == set() and sweep_leases(tmp_path) == 0
+    assert live_leases(tmp_path) == set()
+    assert sweep_leases(tmp_path) == 0
 
 
 def test_the_file_is_the_groups_whatever_the_umask(tmp_path: Path) -> None:

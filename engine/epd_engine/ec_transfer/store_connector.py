@@ -1,0 +1,135 @@
+"""What every connector over an `ec_store` shares: plans by mm_hash, leases, and honest reports."""
+
+import logging
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError
+from epd_engine.ec_store.leases import Acknowledgements, LeaseTable
+from epd_engine.ec_transfer.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorOutput,
+    ECConnectorRole,
+    ECModelIdentity,
+)
+from epd_engine.ec_transfer.config import ECTransferConfig
+
+if TYPE_CHECKING:
+    from epd_engine.core.request import MediaItem, Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class StorePlan(ECConnectorMetadata):
+    """Items to load into, and to save from, the encoder cache in one step, by mm_hash."""
+
+    loads: dict[str, "MediaItem"] = field(default_factory=dict)
+    saves: dict[str, "MediaItem"] = field(default_factory=dict)
+    """Taken out as they begin: what is left at the step's end was never encoded."""
+
+
+class StoreConnector(ECConnectorBase):
+    """One side of a connector over a store whose entries lie below `base`.
+
+    Leases belong to the scheduler side: one from the look-up of an item until its load has come back, and one
+    of the producer's own from an item's publication until a reader has acknowledged it, which stands for
+    the reader that is on its way.
+    """
+
+    def __init__(
+        self,
+        config: ECTransferConfig,
+        role: ECConnectorRole,
+        identity: ECModelIdentity,
+        *,
+        base: Path,
+        lease_seconds: float,
+    ):
+        super().__init__(config, role, identity)
+        self.leases = LeaseTable(base, lease_seconds)
+        self._acknowledgements = Acknowledgements(base) if config.is_producer else None
+        self._output = ECConnectorOutput()
+        self._plan = self._new_plan()
+
+    # Scheduler side
+
+    def has_cache_item(self, item: "MediaItem") -> bool:
+        try:
+            self._probe(item)
+        except EntryMissing:
+            return False
+        except EntryDamaged as error:
+            log.warning("entry %s is not used: %s", item.mm_hash, error)
+            return False
+        except StoreError as error:
+            log.error("%s", error)
+            return False
+        self.leases.take(item.mm_hash)
+        return True
+
+    def update_state_after_alloc(self, request: "Request", index: int, *, load: bool) -> None:
+        item = request.media[index]
+        if load:
+            self._plan.loads[item.mm_hash] = item
+        elif self.config.is_producer:
+            self._plan.saves[item.mm_hash] = item
+
+    def build_connector_meta(self) -> StorePlan:
+        plan, self._plan = self._plan, self._new_plan()
+        return plan
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        for key in output.finished_recving:
+            self.leases.release(key, read=True)
+        for key in output.failed_recving:
+            self.leases.release(key, read=False)
+        for key in output.acknowledged:
+            self.leases.release(key, read=False)
+        if self.config.is_encode_only:
+            for key in output.finished_sending:
+                self.leases.take(key)
+
+    def _new_plan(self) -> StorePlan:
+        return StorePlan()
+
+    @abstractmethod
+    def _probe(self, item: "MediaItem") -> None:
+        """Raises `StoreError` where the store holds no usable entry for `item`."""
+
+    # Worker side
+
+    @property
+    def _bound(self) -> StorePlan:
+        assert isinstance(self._metadata, StorePlan), "no metadata is bound for this step"
+        return self._metadata
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        for key, item in self._bound.loads.items():
+            try:
+                encoder_cache[key] = self._load(item)
+            except StoreError as error:
+                log.warning("entry %s cannot be loaded: %s", key, error)
+                self._output.failed_recving[key] = str(error)
+            else:
+                self._output.finished_recving.add(key)
+
+    def get_finished(self) -> ECConnectorOutput:
+        output, self._output = self._output, ECConnectorOutput()
+        for key in self._bound.saves:
+            output.failed_sending.setdefault(key, "it was not encoded")
+        if self._acknowledgements is not None:
+            output.acknowledged = self._acknowledgements.take()
+        return output
+
+    def shutdown(self) -> None:
+        self.leases.close()
+
+    @abstractmethod
+    def _load(self, item: "MediaItem") -> torch.Tensor:
+        """A tensor `[num_embeds, width]` on the registered device. Raises `StoreError`."""
