@@ -46,7 +46,7 @@ class Geometry:
     def of(cls, data_bytes: int) -> "Geometry":
         """For `data_bytes` of entries: a slot for each 32 KiB, and two buckets a slot."""
         slots = min(_MAX_SLOTS, max(_MIN_SLOTS, data_bytes // _BYTES_A_SLOT))
-        return cls(slots, 2 * slots, data_bytes)
+        return cls(slots, 2 * slots, _pages(data_bytes))
 
     @property
     def buckets_at(self) -> int:
