@@ -14,7 +14,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -23,51 +22,38 @@ from typing import Any, Literal, TypeVar
 import torch
 import xxhash
 
+from epd_engine.ec_store.credit import WriterCredit
 from epd_engine.ec_store.entry import (
     EntryHeader,
     Expectation,
     decode_header,
-    encode_header,
     payload_view,
 )
 from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError, StoreUnavailable
+from epd_engine.ec_store.file_batch import NewEntry, SaveBatch
 from epd_engine.ec_store.keys import check_key
 from epd_engine.ec_store.layout import (
     ENTRY_NAME,
     LOCAL_TYPES,
     check_namespace,
-    make_directory,
-    open_new,
     read_into,
     read_start,
     refresh_directory,
-    sync_directory,
-    temporary_name,
-    write_all,
 )
 from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 
 Verify = Literal["always", "sample", "never"]
 SAMPLE_EVERY = 16  # under `sample`, the first load of a store object and every 16th after it
+HEADER_ALLOWANCE = 1024  # bytes charged for an entry's header
 VERIFY_CHUNK = 1 << 20  # bytes read and then checked while the processor still has them
 
 # Seconds before each look that follows a failed one, on a volume whose view may be old.
 RECHECK = (0.0,)
 PATIENT_RECHECK = (0.0, 0.02, 0.1, 0.3)
-DIRECTORY_RACES = 5  # how often a save makes a directory again that the janitor found empty
+
+__all__ = ["FileStore", "NewEntry", "Verify"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class NewEntry:
-    """What a save publishes: `tensor` is `[num_embeds, width]`, on any device."""
-
-    key: str
-    tensor: torch.Tensor
-    fingerprint: str
-    modality: str
-    metadata: Mapping[str, Any]
 
 
 class FileStore:
@@ -100,6 +86,7 @@ class FileStore:
         self._verify: Verify = verify if isinstance(verify, str) else "always" if verify else "never"
         self._touch, self._foreign = touch, accept_foreign
         self._loads = count()
+        self._credit = WriterCredit(root)
 
     def path(self, key: str) -> Path:
         """Where the entry of `key` lies. Raises `InvalidKey`."""
@@ -165,24 +152,39 @@ class FileStore:
 
     def save_many(self, entries: Iterable[NewEntry]) -> dict[str, StoreError]:
         """Publishes several entries and shares what flushing costs: all are written, then all are flushed,
-        then all become visible, then each directory is flushed once.
+        then all become visible, then each directory is flushed once. Where a janitor keeps the store inside
+        a budget (`credit.py`), waits a few seconds in all for room.
 
         Returns the failures by key; whatever is not in there can be found by any reader.
         """
         failures: dict[str, StoreError] = {}
-        batch = _Batch(self._base, self._root, self._verify != "never")
+        batch = self._batch()
+        deadline = self._credit.deadline()
         try:
             for entry in entries:
                 try:
-                    batch.write(self._directory(entry.key), entry)
+                    directory, size = self._directory(entry.key), entry.tensor.nbytes + HEADER_ALLOWANCE
+                    if not self._credit.take(size):
+                        failures |= self._publish(batch)  # what is ready need not wait for room
+                        batch = self._batch()
+                        self._credit.wait(size, deadline)
+                    batch.write(directory, entry, size)
                 except OSError as error:
                     failures[entry.key] = self._refused(error)
                 except StoreError as error:
                     failures[entry.key] = error
-            failures |= {k: self._refused(e) for k, e in batch.publish(self._fsync).items()}
+            failures |= self._publish(batch)
         finally:
             batch.discard()
         return failures
+
+    def _batch(self) -> SaveBatch:
+        return SaveBatch(self._base, self._root, self._verify != "never", self._credit)
+
+    def _publish(self, batch: SaveBatch) -> dict[str, StoreError]:
+        failures = batch.publish(self._fsync)
+        batch.discard()
+        return {key: self._refused(error) for key, error in failures.items()}
 
     def _refused(self, error: OSError) -> StoreUnavailable:
         refused = StoreUnavailable(f"cannot write the EC store at {self._base}: {error.strerror}")
@@ -225,120 +227,6 @@ class FileStore:
             time.sleep(wait)
             for level in (self._base, directory):
                 refresh_directory(level)
-
-
-@dataclass
-class _Batch:
-    """Saves that become visible together. After `publish`, or an error, `discard` leaves nothing behind."""
-
-    base: str
-    root: str
-    checked: bool  # entries carry a checksum
-    _written: list["_Written"] = field(default_factory=list)
-    _changed: set[str] = field(default_factory=set)  # directories whose entries must be flushed
-
-    def write(self, directory: str, entry: NewEntry) -> None:
-        """A temporary file with the whole entry. Raises OSError."""
-        tensor = entry.tensor.detach().to("cpu").contiguous()
-        header = encode_header(
-            tensor,
-            fingerprint=entry.fingerprint,
-            modality=entry.modality,
-            metadata=entry.metadata,
-            checked=self.checked,
-        )
-        temporary = f"{directory}/{temporary_name()}"
-        written = _Written(entry.key, directory, temporary, self._open(directory, temporary))
-        self._written.append(written)
-        try:
-            write_all(written.descriptor, [header, payload_view(tensor)])
-        except OSError:
-            self._written.pop().discard()
-            raise
-
-    def publish(self, fsync: bool) -> dict[str, OSError]:
-        """Flushes, closes and renames everything that was written; the failures by key."""
-        failures: dict[str, OSError] = {}
-        for step in (
-            (_Written.flush, _Written.close, _Written.rename)
-            if fsync
-            else (
-                _Written.close,  # on a network file system it is here that a full volume shows
-                _Written.rename,
-            )
-        ):
-            for written in self._written:
-                if written.key in failures:
-                    continue
-                try:
-                    step(written)
-                except OSError as error:
-                    failures[written.key] = error
-        if fsync:
-            failures |= self._flush_directories()
-        return failures
-
-    def _flush_directories(self) -> dict[str, OSError]:
-        failures = {}
-        for written in self._written:
-            try:
-                if not written.temporary:
-                    sync_directory(written.directory)
-            except OSError as error:
-                failures[written.key] = error
-        for directory in sorted(self._changed):
-            try:
-                sync_directory(directory)
-            except OSError as error:
-                failures |= {written.key: error for written in self._written}
-        return failures
-
-    def discard(self) -> None:
-        for written in self._written:
-            written.discard()
-
-    def _open(self, directory: str, temporary: str) -> int:
-        for _ in range(DIRECTORY_RACES):
-            try:
-                if make_directory(directory):
-                    self._changed.add(self.base)
-            except FileNotFoundError:
-                if make_directory(self.base):
-                    self._changed.add(self.root)
-                continue
-            try:
-                return open_new(temporary)
-            except FileNotFoundError:
-                continue  # the janitor found the directory empty
-        raise FileNotFoundError(errno.ENOENT, "its directories go as fast as they are made")
-
-
-@dataclass
-class _Written:
-    key: str
-    directory: str
-    temporary: str  # empty once it has its real name
-    descriptor: int  # negative once closed
-
-    def flush(self) -> None:
-        os.fdatasync(self.descriptor)
-
-    def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
-
-    def rename(self) -> None:
-        os.replace(self.temporary, f"{self.directory}/{ENTRY_NAME}")
-        self.temporary = ""
-
-    def discard(self) -> None:
-        try:
-            if self.descriptor >= 0:
-                self.close()
-            if self.temporary:
-                os.unlink(self.temporary)
-        except OSError:
-            return  # the janitor takes temporary files that are left
 
 
 def _with_open(path: str, read: Callable[[int], T]) -> T:

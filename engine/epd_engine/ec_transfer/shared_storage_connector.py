@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError
-from epd_engine.ec_store.file_store import FileStore
+from epd_engine.ec_store.file_store import FileStore, NewEntry, Verify
+from epd_engine.ec_store.group_commit import GroupCommit
 from epd_engine.ec_transfer.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, Any] = {
     "shared_storage_path": "/tmp",
     "namespace": None,  # None: the first 16 digits of the model fingerprint
-    "fsync": True,
-    "verify": "always",
+    "fsync": None,  # None: unless the path is in memory
+    "verify": "always",  # or "sample", "never"
     "touch": True,
+    "accept_foreign": False,  # entries without our metadata, as vLLM's file connector writes them
 }
-SAVE_THREADS = 4
 
 
 @dataclass
@@ -54,15 +55,20 @@ class ECSharedStorageConnector(ECConnectorBase):
                 "shared_storage_path is not set: the EC store is at %s", DEFAULTS["shared_storage_path"]
             )
         namespace = identity.fingerprint[:16] if extra["namespace"] is None else extra["namespace"]
-        if extra["verify"] not in ("always", "never"):
-            raise ECConfigError("ec_connector_extra_config key 'verify' must be 'always' or 'never'")
+        if extra["verify"] not in get_args(Verify):
+            raise ECConfigError(
+                f"ec_connector_extra_config key 'verify' must be one of {', '.join(get_args(Verify))}"
+            )
+        if type(extra["fsync"]) not in (bool, type(None)):
+            raise ECConfigError("ec_connector_extra_config key 'fsync' must be a bool, or null for automatic")
         try:
             self.store = FileStore(
                 Path(extra["shared_storage_path"]),
                 namespace,
                 fsync=extra["fsync"],
-                verify=extra["verify"] == "always",
+                verify=extra["verify"],
                 touch=extra["touch"],
+                accept_foreign=extra["accept_foreign"],
             )
         except (TypeError, ValueError) as error:
             raise ECConfigError(f"ec_connector_extra_config: {error}") from error
@@ -71,7 +77,8 @@ class ECSharedStorageConnector(ECConnectorBase):
         self._plan = SharedStorageMetadata()
         self._output = ECConnectorOutput()
         self._saves: dict[str, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(SAVE_THREADS, "ec-save") if role is ECConnectorRole.WORKER else None
+        saves_here = role is ECConnectorRole.WORKER and config.is_producer
+        self._saver = GroupCommit(self.store) if saves_here else None
 
     # Scheduler side
 
@@ -113,7 +120,8 @@ class ECSharedStorageConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         for key, item in self._bound.loads.items():
             try:
-                encoder_cache[key] = self.store.load(key, self.identity.expectation(item), self._device)
+                expected = self.identity.expectation(item)
+                encoder_cache[key] = self.store.load(key, expected, self._device, patient=True)
             except StoreError as error:
                 log.warning("entry %s cannot be loaded: %s", key, error)
                 self._output.failed_recving[key] = str(error)
@@ -124,34 +132,34 @@ class ECSharedStorageConnector(ECConnectorBase):
         item = self._bound.saves.get(mm_hash)
         if item is None:
             return
-        assert self._pool is not None
-        self._saves[mm_hash] = self._pool.submit(
-            self.store.save,
-            mm_hash,
-            encoder_cache[mm_hash],
-            fingerprint=self.identity.fingerprint,
-            modality=item.modality,
-            metadata=item.metadata,
+        assert self._saver is not None, "only a producer saves"
+        entry = NewEntry(
+            mm_hash, encoder_cache[mm_hash], self.identity.fingerprint, item.modality, item.metadata
         )
+        self._saves[mm_hash] = self._saver.submit(entry)
 
     def wait_for_save(self) -> None:
-        for key, save in self._saves.items():
+        wait(self._saves.values())
+        self._collect_saves()
+
+    def get_finished(self) -> ECConnectorOutput:
+        self._collect_saves()
+        output, self._output = self._output, ECConnectorOutput()
+        return output
+
+    def shutdown(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+
+    def _collect_saves(self) -> None:
+        for key in [key for key, save in self._saves.items() if save.done()]:
             try:
-                save.result()
+                self._saves.pop(key).result()
             except StoreError as error:
                 log.error("entry %s cannot be saved: %s", key, error)
                 self._output.failed_sending[key] = str(error)
             else:
                 self._output.finished_sending.add(key)
-        self._saves.clear()
-
-    def get_finished(self) -> ECConnectorOutput:
-        output, self._output = self._output, ECConnectorOutput()
-        return output
-
-    def shutdown(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
 
 
 def _make_root(path: Path) -> None:
