@@ -3,23 +3,17 @@
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError
+from epd_engine.ec_store.errors import StoreError
 from epd_engine.ec_store.file_store import FileStore, NewEntry, Verify
 from epd_engine.ec_store.group_commit import GroupCommit
-from epd_engine.ec_transfer.base import (
-    ECConnectorBase,
-    ECConnectorMetadata,
-    ECConnectorOutput,
-    ECConnectorRole,
-    ECModelIdentity,
-)
+from epd_engine.ec_transfer.base import ECConnectorOutput, ECConnectorRole, ECModelIdentity
 from epd_engine.ec_transfer.config import ECConfigError, ECTransferConfig, read_extra_config
+from epd_engine.ec_transfer.store_connector import StoreConnector, StorePlan
 
 if TYPE_CHECKING:
     from epd_engine.core.request import MediaItem, Request
@@ -32,38 +26,23 @@ DEFAULTS: Mapping[str, Any] = {
     "fsync": None,  # None: unless the path is in memory
     "verify": "always",  # or "sample", "never"
     "touch": True,
+    "lease_seconds": 60.0,
     "accept_foreign": False,  # entries without our metadata, as vLLM's file connector writes them
 }
 
 
-@dataclass
-class SharedStorageMetadata(ECConnectorMetadata):
-    """Items to load into, and to save from, the encoder cache in one step, by mm_hash."""
-
-    loads: dict[str, "MediaItem"] = field(default_factory=dict)
-    saves: dict[str, "MediaItem"] = field(default_factory=dict)
-
-
-class ECSharedStorageConnector(ECConnectorBase):
+class ECSharedStorageConnector(StoreConnector):
     """Producers save what they encode, consumers load it; the store's files are all they share."""
 
     def __init__(self, config: ECTransferConfig, role: ECConnectorRole, identity: ECModelIdentity):
-        super().__init__(config, role, identity)
-        extra = read_extra_config(config, DEFAULTS)
+        extra = _read(config)
+        root = Path(extra["shared_storage_path"])
         if "shared_storage_path" not in config.ec_connector_extra_config and role is ECConnectorRole.WORKER:
-            log.warning(
-                "shared_storage_path is not set: the EC store is at %s", DEFAULTS["shared_storage_path"]
-            )
+            log.warning("shared_storage_path is not set: the EC store is at %s", root)
         namespace = identity.fingerprint[:16] if extra["namespace"] is None else extra["namespace"]
-        if extra["verify"] not in get_args(Verify):
-            raise ECConfigError(
-                f"ec_connector_extra_config key 'verify' must be one of {', '.join(get_args(Verify))}"
-            )
-        if type(extra["fsync"]) not in (bool, type(None)):
-            raise ECConfigError("ec_connector_extra_config key 'fsync' must be a bool, or null for automatic")
         try:
             self.store = FileStore(
-                Path(extra["shared_storage_path"]),
+                root,
                 namespace,
                 fsync=extra["fsync"],
                 verify=extra["verify"],
@@ -72,64 +51,37 @@ class ECSharedStorageConnector(ECConnectorBase):
             )
         except (TypeError, ValueError) as error:
             raise ECConfigError(f"ec_connector_extra_config: {error}") from error
+        super().__init__(config, role, identity, base=root / namespace, lease_seconds=extra["lease_seconds"])
         if role is ECConnectorRole.WORKER:
-            _make_root(Path(extra["shared_storage_path"]))
-        self._plan = SharedStorageMetadata()
-        self._output = ECConnectorOutput()
+            _make_root(root)
+        # Scheduler side: what is being saved. Worker side: the same, with what becomes of it.
+        self._saving: set[str] = set()
         self._saves: dict[str, Future[None]] = {}
         saves_here = role is ECConnectorRole.WORKER and config.is_producer
         self._saver = GroupCommit(self.store) if saves_here else None
 
     # Scheduler side
 
-    def has_cache_item(self, item: "MediaItem") -> bool:
-        try:
-            self.store.probe(
-                item.mm_hash,
-                self.identity.expectation(item),
-                deep=self.config.is_encode_only,
-            )
-        except EntryMissing:
-            return False
-        except EntryDamaged as error:
-            log.warning("entry %s is not used: %s", item.mm_hash, error)
-            return False
-        except StoreError as error:
-            log.error("%s", error)
-            return False
-        return True
-
     def update_state_after_alloc(self, request: "Request", index: int, *, load: bool) -> None:
-        item = request.media[index]
-        if load:
-            self._plan.loads[item.mm_hash] = item
-        elif self.config.is_producer:
-            self._plan.saves[item.mm_hash] = item
+        if load or request.media[index].mm_hash not in self._saving:
+            super().update_state_after_alloc(request, index, load=load)
 
-    def build_connector_meta(self) -> SharedStorageMetadata:
-        plan, self._plan = self._plan, SharedStorageMetadata()
+    def build_connector_meta(self) -> StorePlan:
+        plan = super().build_connector_meta()
+        self._saving.update(plan.saves)
         return plan
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        super().update_connector_output(output)
+        self._saving -= output.finished_sending | set(output.failed_sending)
+
+    def _probe(self, item: "MediaItem") -> None:
+        self.store.probe(item.mm_hash, self.identity.expectation(item), deep=self.config.is_encode_only)
 
     # Worker side
 
-    @property
-    def _bound(self) -> SharedStorageMetadata:
-        assert isinstance(self._metadata, SharedStorageMetadata), "no metadata is bound for this step"
-        return self._metadata
-
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
-        for key, item in self._bound.loads.items():
-            try:
-                expected = self.identity.expectation(item)
-                encoder_cache[key] = self.store.load(key, expected, self._device, patient=True)
-            except StoreError as error:
-                log.warning("entry %s cannot be loaded: %s", key, error)
-                self._output.failed_recving[key] = str(error)
-            else:
-                self._output.finished_recving.add(key)
-
     def save_caches(self, encoder_cache: Mapping[str, torch.Tensor], mm_hash: str) -> None:
-        item = self._bound.saves.get(mm_hash)
+        item = self._bound.saves.pop(mm_hash, None)
         if item is None:
             return
         assert self._saver is not None, "only a producer saves"
@@ -140,18 +92,8 @@ class ECSharedStorageConnector(ECConnectorBase):
 
     def wait_for_save(self) -> None:
         wait(self._saves.values())
-        self._collect_saves()
 
     def get_finished(self) -> ECConnectorOutput:
-        self._collect_saves()
-        output, self._output = self._output, ECConnectorOutput()
-        return output
-
-    def shutdown(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
-
-    def _collect_saves(self) -> None:
         for key in [key for key, save in self._saves.items() if save.done()]:
             try:
                 self._saves.pop(key).result()
@@ -160,6 +102,28 @@ class ECSharedStorageConnector(ECConnectorBase):
                 self._output.failed_sending[key] = str(error)
             else:
                 self._output.finished_sending.add(key)
+        return super().get_finished()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._saver is not None:
+            self._saver.close()
+
+    def _load(self, item: "MediaItem") -> torch.Tensor:
+        return self.store.load(item.mm_hash, self.identity.expectation(item), self._device, patient=True)
+
+
+def _read(config: ECTransferConfig) -> dict[str, Any]:
+    extra = read_extra_config(config, DEFAULTS)
+    if extra["verify"] not in get_args(Verify):
+        raise ECConfigError(
+            f"ec_connector_extra_config key 'verify' must be one of {', '.join(get_args(Verify))}"
+        )
+    if type(extra["fsync"]) not in (bool, type(None)):
+        raise ECConfigError("ec_connector_extra_config key 'fsync' must be a bool, or null for automatic")
+    if extra["lease_seconds"] <= 0:
+        raise ECConfigError("ec_connector_extra_config key 'lease_seconds' must be more than 0")
+    return extra
 
 
 def _make_root(path: Path) -> None:

@@ -1,6 +1,7 @@
 """What every connector over an `ec_store` shares: plans by mm_hash, leases, and honest reports."""
 
 import logging
+import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from epd_engine.core.request import MediaItem, Request
 
 log = logging.getLogger(__name__)
+
+_ACKNOWLEDGEMENTS_SECONDS = 0.1  # on a volume each question is a handful of round trips
 
 
 @dataclass
@@ -54,6 +57,7 @@ class StoreConnector(ECConnectorBase):
         super().__init__(config, role, identity)
         self.leases = LeaseTable(base, lease_seconds)
         self._acknowledgements = Acknowledgements(base) if config.is_producer else None
+        self._asked = 0.0
         self._output = ECConnectorOutput()
         self._plan = self._new_plan()
 
@@ -122,8 +126,10 @@ class StoreConnector(ECConnectorBase):
     def get_finished(self) -> ECConnectorOutput:
         output, self._output = self._output, ECConnectorOutput()
         for key in self._bound.saves:
-            output.failed_sending.setdefault(key, "it was not encoded")
-        if self._acknowledgements is not None:
+            output.failed_sending[key] = "it was not encoded"
+        now = time.monotonic()
+        if self._acknowledgements is not None and now - self._asked > _ACKNOWLEDGEMENTS_SECONDS:
+            self._asked = now
             output.acknowledged = self._acknowledgements.take()
         return output
 

@@ -1,5 +1,7 @@
 """The connector's ledger against a simple model of it."""
 
+import itertools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -109,7 +111,7 @@ class Ledger(RuleBasedStateMachine):
             assert entry.state is self.state(key)
             places.append((entry.offset, entry.offset + size * ALIGNMENT))
         places.sort()
-        assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False)), "no two share a byte"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(places)), "no two share a byte"
 
     def state(self, key: str) -> State:
         if key not in self.written:

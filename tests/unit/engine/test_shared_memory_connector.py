@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epd_engine.ec_store.leases import live_leases
-from epd_engine.ec_transfer import shared_memory_connector
+from epd_engine.ec_transfer import shared_memory_connector, store_connector
 from epd_engine.ec_transfer.base import ECConnectorOutput
 from epd_engine.ec_transfer.config import ECConfigError
 from epd_engine.ec_transfer.shared_memory_connector import ECSharedMemoryConnector
@@ -31,6 +31,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def always_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory_connector, "_UPKEEP_SECONDS", 0.0)
+    monkeypatch.setattr(store_connector, "_ACKNOWLEDGEMENTS_SECONDS", 0.0)
 
 
 def producer(memory: Path, **extra: Any) -> Instance:

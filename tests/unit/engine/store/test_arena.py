@@ -180,7 +180,7 @@ def test_a_slot_that_lies_is_refused_before_anything_is_read(memory: Path, place
     put(arena, KEYS[0], 0, tensor(1))
     slot = arena._slots[KEYS[0]]
     with open(arena.path, "r+b") as file:
-        # The slot's fields: generation 0, next 8, offset 16, payload 24, text 32, rows 36, width 40, dtype 44.
+        # generation 0, next 8, offset 16, payload 24, text 32, rows 36, width 40, dtype 44
         file.seek(arena.geometry.slots_at + slot * SLOT_BYTES + place)
         file.write(data)
     with pytest.raises(EntryDamaged):
@@ -255,7 +255,8 @@ def test_slots_run_out_with_a_clear_error(memory: Path) -> None:
 
 def test_only_arenas_of_the_dead_are_swept(memory: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from epd_engine.ec_store.arena.writer import ArenaWriter;"
+        "import sys, time; from pathlib import Path\n"
+        "from epd_engine.ec_store.arena.writer import ArenaWriter\n"
         f"a = ArenaWriter(Path(sys.argv[1]), {CAPACITY}, fingerprint='f', checksums=False);"
         "print(a.path, flush=True); time.sleep(60)"
     )
