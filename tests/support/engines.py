@@ -16,10 +16,11 @@ def engine(
     *,
     role: str | None = None,
     store: Path | None = None,
+    memory: Path | None = None,
     model: Path = MODEL,
     extra: Sequence[str] = (),
 ) -> Server:
-    """An `epd-engine` in `role` (None: aggregated) on `store`, not started yet."""
+    """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs) or both; not started yet."""
     port = free_port()
     argv = [
         str(BIN / "epd-engine"),
@@ -31,13 +32,19 @@ def engine(
         MODEL_NAME,
     ]
     if role is not None:
-        config = {
-            "ec_connector": "ECSharedStorageConnector",
-            "ec_role": role,
-            "ec_connector_extra_config": {"shared_storage_path": str(store)},
-        }
-        argv += ["--ec-transfer-config", json.dumps(config)]
+        argv += ["--ec-transfer-config", json.dumps({"ec_role": role, **_connector(store, memory)})]
     return Server(name, [*argv, *extra], port, folder / f"{name}.log")
+
+
+def _connector(store: Path | None, memory: Path | None) -> dict[str, object]:
+    files = {"shared_storage_path": str(store)}
+    arenas = {"path": str(memory), "capacity": 8 << 20}
+    if memory is None:
+        return {"ec_connector": "ECSharedStorageConnector", "ec_connector_extra_config": files}
+    if store is None:
+        return {"ec_connector": "ECSharedMemoryConnector", "ec_connector_extra_config": arenas}
+    tiers = {"memory": arenas, "storage": files}
+    return {"ec_connector": "ECTieredConnector", "ec_connector_extra_config": tiers}
 
 
 def proxy(

@@ -52,7 +52,7 @@ class ECConnectorOutput:
     """What the worker side did since the last step, by mm_hash. Failures carry a reason for people.
 
     `finished_sending`: published, so that any reader finds it. `acknowledged`: loaded by a reader, once for
-    each load.
+    each load. `tiers`: the same for each part of a composed connector.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -60,6 +60,7 @@ class ECConnectorOutput:
     failed_sending: dict[str, str] = field(default_factory=dict)
     failed_recving: dict[str, str] = field(default_factory=dict)
     acknowledged: list[str] = field(default_factory=list)
+    tiers: dict[str, "ECConnectorOutput"] = field(default_factory=dict)
 
     def merge(self, other: "ECConnectorOutput") -> None:
         """Takes in what `other` says."""
@@ -68,6 +69,7 @@ class ECConnectorOutput:
         self.failed_sending |= other.failed_sending
         self.failed_recving |= other.failed_recving
         self.acknowledged += other.acknowledged
+        self.tiers |= other.tiers
 
 
 class ECConnectorBase(ABC):

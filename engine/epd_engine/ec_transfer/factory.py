@@ -51,6 +51,7 @@ class ECConnectorFactory:
 for _name, _module in (
     ("ECSharedStorageConnector", "shared_storage_connector"),
     ("ECSharedMemoryConnector", "shared_memory_connector"),
+    ("ECTieredConnector", "tiered_connector"),
 ):
     ECConnectorFactory.register_connector(_name, f"epd_engine.ec_transfer.{_module}", _name)
 # vLLM's later name of the first.

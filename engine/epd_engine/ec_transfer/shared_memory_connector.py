@@ -17,7 +17,7 @@ import torch
 from epd_engine.ec_store.arena import sweep
 from epd_engine.ec_store.arena.layout import Geometry
 from epd_engine.ec_store.arena.store import MemoryStore
-from epd_engine.ec_store.arena.writer import ArenaWriter, text_of
+from epd_engine.ec_store.arena.writer import ArenaWriter, check_mount, text_of
 from epd_engine.ec_store.errors import StoreError
 from epd_engine.ec_store.ranges import rounded
 from epd_engine.ec_transfer.base import ECConnectorOutput, ECConnectorRole, ECModelIdentity
@@ -65,7 +65,8 @@ class ECSharedMemoryConnector(StoreConnector):
         self._root = Path(extra["path"])
         base = self._root / (identity.fingerprint[:16] if extra["namespace"] is None else extra["namespace"])
         super().__init__(config, role, identity, base=base, lease_seconds=extra["lease_seconds"])
-        self.store = MemoryStore(base, verify=extra["verify"] == "always")
+        self._checksums = extra["verify"] == "always"
+        self.store = MemoryStore(base, verify=self._checksums)
         self._capacity = _capacity(self._root, extra["capacity"])
         self._looked_after = 0.0
         self.manager: ECConnectorCacheManager | None = None
@@ -79,13 +80,10 @@ class ECSharedMemoryConnector(StoreConnector):
             for arena in sweep(self._root):
                 log.info("swept %s, which a dead process left", arena)
             try:
-                self._writer = ArenaWriter(
-                    base,
-                    self._capacity,
-                    fingerprint=identity.fingerprint,
-                    checksums=extra["verify"] == "always",
-                )
-            except StoreError as error:
+                check_mount(base, geometry)
+                if config.is_encode_only:
+                    self._writer = self._make_arena()
+            except (StoreError, OSError) as error:
                 raise ECConfigError(str(error)) from error
 
     # Scheduler side
@@ -201,8 +199,9 @@ class ECSharedMemoryConnector(StoreConnector):
         if mm_hash in plan.refused:
             self._output.failed_sending[mm_hash] = plan.refused[mm_hash]
             return
-        assert self._writer is not None, "only producers have items to save"
         try:
+            if self._writer is None or not self._writer.is_linked:
+                self._writer = self._make_arena()
             self._writer.put(
                 mm_hash,
                 plan.offsets[mm_hash],
@@ -223,6 +222,15 @@ class ECSharedMemoryConnector(StoreConnector):
         super().shutdown()
         if self._writer is not None:
             self._writer.close()
+
+    def _make_arena(self) -> ArenaWriter:
+        """At the first save where saves are rare: each arena takes an even share of the capacity."""
+        return ArenaWriter(
+            self.store.directory,
+            self._capacity,
+            fingerprint=self.identity.fingerprint,
+            checksums=self._checksums,
+        )
 
     def _load(self, item: "MediaItem") -> torch.Tensor:
         return self.store.load(item.mm_hash, self.identity.expectation(item), self._device)

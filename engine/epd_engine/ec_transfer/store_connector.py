@@ -114,14 +114,24 @@ class StoreConnector(ECConnectorBase):
         return self._metadata
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
-        for key, item in self._bound.loads.items():
-            try:
-                encoder_cache[key] = self._load(item)
-            except StoreError as error:
-                log.warning("entry %s cannot be loaded: %s", key, error)
-                self._output.failed_recving[key] = str(error)
-            else:
-                self._output.finished_recving.add(key)
+        for item in self._bound.loads.values():
+            self.load_item(item, encoder_cache)
+
+    def load_item(self, item: "MediaItem", encoder_cache: dict[str, torch.Tensor]) -> bool:
+        """Loads one item and keeps account of it; whether it is in the cache now."""
+        try:
+            encoder_cache[item.mm_hash] = self._load(item)
+        except StoreError as error:
+            log.warning("entry %s cannot be loaded: %s", item.mm_hash, error)
+            self._output.failed_recving[item.mm_hash] = str(error)
+            return False
+        self._output.finished_recving.add(item.mm_hash)
+        return True
+
+    @property
+    def has_failed_saves(self) -> bool:
+        """Whether `get_finished` will report a save that failed."""
+        return bool(self._output.failed_sending)
 
     def get_finished(self) -> ECConnectorOutput:
         output, self._output = self._output, ECConnectorOutput()

@@ -60,7 +60,7 @@ class ArenaWriter:
         self._free = list(range(self.geometry.slots - 1, -1, -1))
         self._committed = 0
         try:
-            _check_mount(directory, self.geometry)
+            check_mount(directory, self.geometry)
             self._descriptor, self.path = _create(directory)
             self._map = self._lay_out(fingerprint)
         except OSError as error:
@@ -76,6 +76,11 @@ class ArenaWriter:
 
     def __contains__(self, key: str) -> bool:
         return key in self._slots
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether readers can still find the arena: somebody may have deleted it."""
+        return os.fstat(self._descriptor).st_nlink > 0
 
     @property
     def committed(self) -> int:
@@ -235,7 +240,8 @@ class _IndexChange:
         self._words[EPOCH_WORD] += 1
 
 
-def _check_mount(directory: Path, geometry: Geometry) -> None:
+def check_mount(directory: Path, geometry: Geometry) -> None:
+    """Makes `directory`; raises `StoreUnavailable` where it is on no tmpfs or on one too small, or OSError."""
     kind = filesystem_type(directory)
     if kind not in MEMORY_TYPES:
         raise StoreUnavailable(
