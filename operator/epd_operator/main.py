@@ -52,6 +52,7 @@ def _options(given: argparse.Namespace) -> Options:
         health_port=given.health_port,
         tick_s=given.tick,
         stall_s=given.stall,
+        usage_interval_s=given.usage_interval,
     )
 
 
@@ -94,5 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--health-port", type=int, default=8081, help="port of /healthz and /readyz")
     add("--tick", type=float, default=60.0, metavar="SECONDS", help="look at every resource this often")
     add("--stall", type=float, default=150.0, metavar="SECONDS", help="unhealthy when stuck for this long")
+    add(
+        "--usage-interval",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="ask each store's janitor how full it is this often",
+    )
     add("--log-level", choices=logs.LEVELS, default="info", help="least level that is logged")
     return parser

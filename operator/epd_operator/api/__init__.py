@@ -7,11 +7,12 @@ documents with it, and the custom resource definition is generated from it.
 from .base import duration_seconds, quantity_value
 from .deployment import EPDDeployment, Model, Spec
 from .document import DocumentError, Problem, parse_document
-from .workload import Role, Roles, Workload
+from .workload import Instance, Role, Roles, Workload
 
 __all__ = [
     "DocumentError",
     "EPDDeployment",
+    "Instance",
     "Model",
     "Problem",
     "Role",

@@ -6,8 +6,9 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from .base import Annotations, FreeObject, Labels, Name, ObjectName, Part, Word
+from .names import child_name
 from .status import Status
-from .store import ECStore, KVTransfer
+from .store import ECStore, KVTransfer, SharedMemory, SharedStorage
 from .workload import Proxy, Roles
 
 GROUP = "epd.dev"
@@ -156,3 +157,17 @@ class EPDDeployment(Part):
     """What is wanted."""
     status: Status | None = None
     """What the operator saw."""
+
+    @model_validator(mode="after")
+    def _others_claims(self) -> Self:
+        """The operator's own claim is deleted when nothing asks for it, and `existingClaim` does not."""
+        own = {child_name(self.metadata.name, kind.claim_suffix) for kind in (SharedStorage, SharedMemory)}
+        for name, tier in self.spec.ec_store.tiers.items():
+            if tier.existing_claim in own:
+                raise PydanticCustomError(
+                    "own_claim",
+                    "{claim} is the name of the claim that the operator makes for this resource; leave "
+                    "`existingClaim` out to use that one, or name another",
+                    {"claim": tier.existing_claim, "at": ("spec", "ecStore", name, "existingClaim")},
+                )
+        return self

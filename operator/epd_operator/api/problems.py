@@ -24,6 +24,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> Iterable[tuple[Loc
     for details in error.errors(include_url=False):
         # A bad key of a mapping has a last part of pydantic's own.
         location = tuple(part for part in details["loc"] if part != "[key]")
+        # What two distant fields have to do with each other is found above both, and said at one of them.
+        location += tuple(details.get("ctx", {}).get("at", ()))
         yield location, _explain(details, location, root)
 
 

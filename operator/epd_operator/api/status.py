@@ -66,6 +66,8 @@ class StoreStatus(Part):
     """Bytes they take."""
     capacity_bytes: Count | None = None
     """Bytes they may take."""
+    summary: Word | None = None
+    """Bytes taken and allowed for `kubectl get`: `1.2Gi/9.0Gi`."""
 
 
 class Status(Part):
@@ -81,6 +83,19 @@ class Status(Part):
     """The address that clients talk to."""
     store: StoreStatus | None = None
     """Usage of the EC store."""
+
+
+def store_summary_of(used: int, capacity: int | None) -> str:
+    """A store's `summary`."""
+    return _size(used) if capacity is None else f"{_size(used)}/{_size(capacity)}"
+
+
+def _size(count: int) -> str:
+    amount, units = float(count), ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.1f}{units[0]}" if units[0] else str(count)
 
 
 def summary_of(ready: int, desired: int) -> str:

@@ -1,11 +1,15 @@
 """Where tensors cross from one role to another: the EC store, and the transfer of KV."""
 
-from typing import Literal, Self
+from decimal import Decimal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .base import Duration, FreeObject, ObjectName, Part, Quantity, quantity_value
+from .workload import Instance
+
+_CAPACITY_SHARE = Decimal("0.9")
 
 
 class ClaimTemplate(Part):
@@ -24,12 +28,25 @@ class ClaimTemplate(Part):
 class ClaimedStore(Part):
     """A store on a volume that pods mount through a claim."""
 
+    claim_suffix: ClassVar[str]
+    """What the name of the operator's own claim ends with."""
+
     claim_template: ClaimTemplate | None = None
     """A claim to be made; with all its defaults where neither this nor `existingClaim` is given."""
     existing_claim: ObjectName | None = None
     """Name of a claim that exists, which is used and never deleted."""
     capacity: Quantity | None = None
     """Bytes that entries may take together; nine tenths of the claim where absent."""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that entries may take: as given, or nine tenths of the claim. None: known from the mount
+        only."""
+        if self.capacity is not None:
+            return int(quantity_value(self.capacity))
+        if self.existing_claim is not None:
+            return None
+        return int(quantity_value((self.claim_template or ClaimTemplate()).size) * _CAPACITY_SHARE)
 
     @model_validator(mode="after")
     def _one_claim(self) -> Self:
@@ -57,6 +74,8 @@ class ClaimedStore(Part):
 class SharedStorage(ClaimedStore):
     """Entries as files on a volume that all roles mount."""
 
+    claim_suffix = "store"
+
     ttl: Duration | None = None
     """Entries not used for this long are deleted; kept while there is room where absent."""
     retention: Literal["Retain", "Delete"] = "Delete"
@@ -64,10 +83,16 @@ class SharedStorage(ClaimedStore):
 
 
 class SharedMemory(ClaimedStore):
-    """Entries in the memory of one node; roles that use it are placed together."""
+    """Entries in the memory of one node: a volume that is a tmpfs. Roles that use it are placed together."""
+
+    claim_suffix = "store-memory"
 
     lease_timeout: Duration = "60s"
     """An entry taken by a reader that died is free again after this long."""
+
+
+class Janitor(Instance):
+    """Keeps the store within its capacity; there is one for each store."""
 
 
 class ECStore(Part):
@@ -77,12 +102,44 @@ class ECStore(Part):
     """Files on a shared volume."""
     shared_memory: SharedMemory | None = None
     """The memory of one node."""
+    write: Literal["through", "back"] | None = None
+    """With both: an entry is in both before it counts as stored (`through`, the default), or in memory, from
+    where it goes to the files later (`back`)."""
+    janitor: Janitor = Janitor()
+    """What keeps the store within its capacity."""
+
+    @property
+    def tiers(self) -> dict[str, ClaimedStore]:
+        """The stores that there are, by their fields' names."""
+        both = {"sharedStorage": self.shared_storage, "sharedMemory": self.shared_memory}
+        return {name: tier for name, tier in both.items() if tier is not None}
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.shared_storage is None and self.shared_memory is None:
             raise PydanticCustomError(
                 "store", "needs `sharedStorage`, `sharedMemory` or both (all defaults: `sharedStorage: {{}}`)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _writes_to_two(self) -> Self:
+        if self.write is not None and (self.shared_storage is None or self.shared_memory is None):
+            raise PydanticCustomError(
+                "write", "`write` has a meaning only with both `sharedStorage` and `sharedMemory`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_claim_each(self) -> Self:
+        storage, memory = self.shared_storage, self.shared_memory
+        if storage is None or memory is None or storage.existing_claim is None:
+            return self
+        if storage.existing_claim == memory.existing_claim:
+            raise PydanticCustomError(
+                "claim",
+                "`sharedStorage` and `sharedMemory` both name claim {claim}; each needs one of its own",
+                {"claim": storage.existing_claim},
             )
         return self
 

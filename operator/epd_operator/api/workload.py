@@ -98,20 +98,15 @@ class Strategy(Part):
         return self
 
 
-class Workload(Part):
-    """Replicas of one command."""
+class Instance(Part):
+    """One command, however often it runs."""
 
-    replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """How many run. Absent: not owned by this resource, so `kubectl scale` or an autoscaler may set it
-    (`epd up` runs one)."""
     resources: Resources | None = None
     """Compute resources of one replica (pods only)."""
     startup_timeout: Duration = "10m"
     """How long a replica may take until it is ready."""
     drain_timeout: Duration = "30s"
     """How long a replica that is told to end may finish what it has begun."""
-    strategy: Strategy | None = None
-    """How changed pods replace the old ones (pods only)."""
     pod_template: PodTemplate | None = None
     """Changes to the pods (pods only)."""
     extra_args: list[Text] = Field(default=[], max_length=64)
@@ -133,6 +128,16 @@ class Workload(Part):
                 "env", "`env` names {names} more than once", {"names": ", ".join(twice)}
             )
         return self
+
+
+class Workload(Instance):
+    """Replicas of one command."""
+
+    replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """How many run. Absent: not owned by this resource, so `kubectl scale` or an autoscaler may set it
+    (`epd up` runs one)."""
+    strategy: Strategy | None = None
+    """How changed pods replace the old ones (pods only)."""
 
 
 class Role(Workload):

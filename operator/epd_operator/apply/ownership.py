@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..api.names import label_value
 from ..render.labels import INSTANCE_LABEL, MANAGED_BY, MANAGED_BY_LABEL
-from ..render.names import label_value
 
 
 @dataclass(frozen=True)

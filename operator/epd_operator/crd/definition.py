@@ -20,6 +20,7 @@ _COLUMNS = (
     ("PD", "string", ".status.roles.language", "PD instances, or prefill and decode: ready/wanted.", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Time since it was created.", 0),
     ("Endpoint", "string", ".status.endpoint", "The address that clients talk to.", 1),
+    ("Store", "string", ".status.store.summary", "Bytes in the store, and how many it may take.", 1),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why it is ready or not.", 1),
 )
 

@@ -13,6 +13,7 @@ from .schema import Schema
 
 _ROLES = tuple(f"spec.roles.{role}" for role in ("encoder", "pd", "prefill", "decode"))
 _WORKLOADS = (*_ROLES, "spec.proxy")
+_COMMANDS = (*_WORKLOADS, "spec.ecStore.janitor")
 _STORES = ("spec.ecStore.sharedStorage", "spec.ecStore.sharedMemory")
 _METRICS = tuple(f"{role}.autoscaling.metrics[]" for role in _ROLES)
 _TARGETS = tuple(
@@ -29,7 +30,7 @@ class Rule:
     """One rule, at each of its places; `oldSelf` in it makes it a rule of changes."""
 
     places: tuple[str, ...]
-    """Paths in the resource; `[]` stands for the entries of a list."""
+    """Paths in the resource; `[]` stands for the entries of a list, and no path for the resource itself."""
     cel: str
     message: str
     level: CelLevel = CelLevel.BASIC
@@ -38,6 +39,12 @@ class Rule:
 def _exactly_the_one_named(fields: dict[str, str]) -> str:
     """Of some fields, the one that belongs to `type` is set and no other."""
     return " && ".join(f"has(self.{field}) == (self.type == '{kind}')" for field, kind in fields.items())
+
+
+def _has(root: str, path: str) -> str:
+    """Whether a field and all above it are there; optional chaining needs a newer API server."""
+    parts = path.split(".")
+    return " && ".join(f"has({root}.{'.'.join(parts[:end])})" for end in range(1, len(parts) + 1))
 
 
 _OF_A_DOCUMENT = (
@@ -74,6 +81,30 @@ _OF_A_DOCUMENT = (
         "needs sharedStorage, sharedMemory or both (all defaults: sharedStorage: {})",
     ),
     Rule(
+        ("spec.ecStore",),
+        "!has(self.write) || (has(self.sharedStorage) && has(self.sharedMemory))",
+        "write has a meaning only with both sharedStorage and sharedMemory",
+    ),
+    Rule(
+        ("spec.ecStore",),
+        "!(has(self.sharedStorage) && has(self.sharedMemory) && has(self.sharedStorage.existingClaim)"
+        " && has(self.sharedMemory.existingClaim)"
+        " && self.sharedStorage.existingClaim == self.sharedMemory.existingClaim)",
+        "sharedStorage and sharedMemory name one claim; each needs one of its own",
+    ),
+    # At the root, which alone knows the name. Names too long for their children are the operator's to check.
+    *(
+        Rule(
+            ("",),
+            f"!(has(self.spec) && {_has('self', f'spec.ecStore.{store}.existingClaim')}"
+            f" && self.spec.ecStore.{store}.existingClaim"
+            " in [self.metadata.name + '-store', self.metadata.name + '-store-memory'])",
+            f"spec.ecStore.{store}.existingClaim is the claim that the operator makes for this resource:"
+            " leave it out to use that one, or name another",
+        )
+        for store in ("sharedStorage", "sharedMemory")
+    ),
+    Rule(
         _STORES,
         "!(has(self.claimTemplate) && has(self.existingClaim))",
         "takes claimTemplate or existingClaim, not both",
@@ -103,7 +134,7 @@ _OF_A_DOCUMENT = (
         "rollingUpdate has no meaning with type Recreate",
     ),
     Rule(
-        tuple(f"{workload}.env[]" for workload in _WORKLOADS),
+        tuple(f"{command}.env[]" for command in _COMMANDS),
         "!(has(self.value) && has(self.valueFrom))",
         "takes value or valueFrom, not both",
     ),
@@ -125,12 +156,6 @@ _OF_A_DOCUMENT = (
         "takes the number that its type names (averageUtilization, value or averageValue) and no other",
     ),
 )
-
-
-def _has(root: str, path: str) -> str:
-    """Whether a field and all above it are there; optional chaining needs a newer API server."""
-    parts = path.split(".")
-    return " && ".join(f"has({root}.{'.'.join(parts[:end])})" for end in range(1, len(parts) + 1))
 
 
 def _makes_a_claim(root: str, store: str) -> str:
@@ -195,7 +220,7 @@ def add_rules(schema: Schema, level: CelLevel) -> None:
 
 
 def _schema_at(schema: Schema, place: str) -> Schema:
-    for part in place.split("."):
+    for part in place.split(".") if place else ():
         name, is_list = part.removesuffix("[]"), part.endswith("[]")
         schema = schema["properties"][name]
         if is_list:

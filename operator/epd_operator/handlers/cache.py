@@ -99,6 +99,11 @@ class Cache:
         places = sorted(self._children.get(key, ()), key=lambda place: (place.kind.kind, place.name))
         return {Ref(place.kind.kind, place.name): _object(self._entries[place]) for place in places}
 
+    def of_kind(self, key: Key, kind: Kind) -> list[Object]:
+        """What of one kind was made for a resource, by name."""
+        places = sorted(place for place in self._children.get(key, ()) if place.kind is kind)
+        return [_object(self._entries[place]) for place in places]
+
     def _forget(self, place: _Place) -> None:
         key = self._entries.pop(place).key
         self._children[key].discard(place)

@@ -44,4 +44,10 @@ class Metrics:
         self.leader = Gauge(
             "epd_operator_leader", "1 where this replica acts, 0 where it waits.", registry=self.registry
         )
+        self.usage_looks = Counter(
+            "epd_operator_usage_looks",
+            "Times a janitor was asked how full its store is: ok, or failed.",
+            ["result"],
+            registry=self.registry,
+        )
         self.resources = Gauge("epd_operator_resources", "EPDDeployments there are.", registry=self.registry)

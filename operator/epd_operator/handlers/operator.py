@@ -20,6 +20,7 @@ from .metrics import Metrics
 from .queue import WorkQueue
 from .reconcile import Reconciler, Result
 from .server import health_routes, metrics_routes, serving
+from .usage import UsagePoller
 from .watching import Watches, kopf_settings
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Options:
     health_port: int
     tick_s: float
     stall_s: float
+    usage_interval_s: float
+    """Between two looks at how full a store is."""
 
 
 class Operator:
@@ -75,7 +78,10 @@ class Operator:
                 self._cache, self._health, kinds, options.namespaces, self._queue.add, self._known.set
             )
             self._access.listen(watches)
-            reconciler = Reconciler(self._cache, api, RenderContext(versions, options.images))
+            # The chart tells a pod its namespace, in which the Lease lies too.
+            context = RenderContext(versions, options.images, options.lease_namespace)
+            usage = UsagePoller(self._cache, self._metrics, options.usage_interval_s, self._queue.add)
+            reconciler = Reconciler(self._cache, api, context, usage.latest)
             watching = kopf.operator(
                 registry=watches.registry(self._access),
                 settings=kopf_settings(kinds, options.stall_s),
@@ -85,7 +91,7 @@ class Operator:
                 clusterwide=not options.namespaces,
                 namespaces=options.namespaces,
             )
-            acting = self._acting(election_api, lambda: self._act(reconciler))
+            acting = self._acting(election_api, lambda: self._act(reconciler, usage))
             await _first_of(watching, acting)
 
     @asynccontextmanager
@@ -118,7 +124,7 @@ class Operator:
         namespace = options.lease_namespace or self._access.info.default_namespace or "default"
         await Election(api, namespace, options.lease_name, options.identity).lead(act)
 
-    async def _act(self, reconciler: Reconciler) -> None:
+    async def _act(self, reconciler: Reconciler, usage: UsagePoller) -> None:
         """What the one acting replica does: looks at whatever changed, and at everything now and then."""
         await self._known.wait()
         self._metrics.leader.set(1)
@@ -127,6 +133,7 @@ class Operator:
                 for _ in range(WORKERS):
                     group.create_task(self._work(reconciler))
                 group.create_task(self._tick())
+                group.create_task(usage.run())
         finally:
             self._metrics.leader.set(0)
 

@@ -6,18 +6,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..api import EPDDeployment
+from ..api.names import child_name
 from ..api.problems import explain, path_of
 from ..apply.kinds import CLAIM
 from ..apply.plan import Ref
 from ..crd.transitions import claim_conflicts
-from ..render import child_name
 
 Object = dict[str, Any]
 
 INVALID = "InvalidSpec"
 NOT_SUPPORTED = "NotSupportedYet"
 _METADATA = ("name", "namespace", "uid", "generation")
-_CLAIMS = {"sharedStorage": "store", "sharedMemory": "store-memory"}
 
 
 class RefusedError(Exception):
@@ -57,8 +56,9 @@ def read(resource: Object, children: Mapping[Ref, Object]) -> EPDDeployment:
 
 def _conflicts(deployment: EPDDeployment, children: Mapping[Ref, Object]) -> Iterator[object]:
     """Changes that cannot be carried out: the claim on the cluster remembers what was wanted."""
-    for store, suffix in _CLAIMS.items():
-        claim = children.get(Ref(CLAIM.kind, child_name(deployment.metadata.name, suffix)))
+    for store, tier in deployment.spec.ec_store.tiers.items():
+        name = child_name(deployment.metadata.name, tier.claim_suffix)
+        claim = children.get(Ref(CLAIM.kind, name))
         if claim is not None:
             yield from claim_conflicts(deployment.spec, store, claim)
 
@@ -67,5 +67,3 @@ def _unsupported(deployment: EPDDeployment) -> Iterator[str]:
     """What can be rendered, but whose pods could not run with the engine of this release."""
     if deployment.spec.roles.pd is None:
         yield "spec.roles: prefill and decode do not run yet; use `pd` in their place"
-    if deployment.spec.ec_store.shared_memory is not None:
-        yield "spec.ecStore.sharedMemory: the engine has no such store yet; use `sharedStorage: {}`"

@@ -14,10 +14,11 @@ from ..apply.children import Children
 from ..apply.kinds import CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
 from ..apply.ownership import Owner
 from ..apply.plan import Ref, is_ending, plan
-from ..render import RenderContext, RenderError
-from ..status.compute import Observed, claims_of, compute_status, previous_conditions
+from ..render import RenderContext, RenderError, claim_names
+from ..status.compute import Observed, compute_status, previous_conditions
 from ..status.events import notes
 from ..status.parts import Problem
+from ..status.usage import Usage
 from .cache import Cache, Key
 from .reading import INVALID, RefusedError, read
 from .recorder import Recorder
@@ -56,11 +57,13 @@ class Reconciler:
         cache: Cache,
         api: Api,
         context: RenderContext,
+        usage: Callable[[Key], Usage | None] = lambda _: None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._cache = cache
         self._api = api
         self._renderings = Renderings(context)
+        self._usage = usage
         self._now = now
         self._kinds: dict[str, Kind] = {kind.kind: kind for kind in child_kinds(context.versions)}
         self._children = Children(api, self._kinds.values())
@@ -121,12 +124,11 @@ class Reconciler:
             deployments=[found for ref, found in children.items() if ref.kind == DEPLOYMENT.kind],
             pods=[found for ref, found in children.items() if ref.kind == POD.kind],
             claims=claims,
+            usage=self._usage(key),
         )
         now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         status = compute_status(observed, now)
-        # The store's usage is the janitor's to write.
-        before = {name: part for name, part in resource.get("status", {}).items() if name != "store"}
-        if status == before:
+        if status == resource.get("status", {}):
             return
         metadata = {"name": key.name, "namespace": key.namespace, "uid": resource["metadata"]["uid"]}
         manifest = {
@@ -145,7 +147,7 @@ class Reconciler:
     ) -> dict[str, Object]:
         """Claims that exist without us; they are not watched."""
         found = {}
-        for name in claims_of(deployment):
+        for name in claim_names(deployment).values():
             if name not in known:
                 claim = await self._api.get(CLAIM.path(key.namespace, name))
                 if claim is not None:

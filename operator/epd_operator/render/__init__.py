@@ -6,18 +6,19 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from ..api.names import child_name
 from .autoscaling import autoscalers
 from .canonical import by_field_name
 from .context import Images, RenderContext, ServedVersions
 from .engine import engine_account, engine_deployments
 from .errors import RenderError
+from .janitor import janitor_deployment
 from .labels import labels, selector
-from .names import child_name
 from .policies import disruption_budgets, network_policies
 from .proxy import proxy_access, proxy_deployment
 from .roles import roles_of
 from .services import endpoint, services
-from .store import claims
+from .store import claim_names, claims
 from .workloads import SPEC_HASH_ANNOTATION
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RenderError",
     "ServedVersions",
     "child_name",
+    "claim_names",
     "endpoint",
     "labels",
     "render",
@@ -43,11 +45,12 @@ def render(deployment: EPDDeployment, context: RenderContext) -> list[dict[str, 
     manifests = [
         engine_account(deployment),
         *proxy_access(deployment),
-        *network_policies(deployment),
+        *network_policies(deployment, context.operator_namespace),
         *claims(deployment),
         *services(deployment),
         *engine_deployments(deployment, context.images),
         proxy_deployment(deployment, context.images),
+        janitor_deployment(deployment, context.images),
         *disruption_budgets(deployment, context.versions),
         *autoscalers(deployment, context.versions),
     ]

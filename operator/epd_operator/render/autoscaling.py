@@ -3,11 +3,11 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from ..api.names import child_name
 from ..api.scaling import Autoscaling, Behavior, Metric
 from .context import ServedVersions
 from .errors import RenderError
 from .labels import child
-from .names import child_name
 from .quantities import canonical_quantity
 from .roles import roles_of
 

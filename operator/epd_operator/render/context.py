@@ -37,3 +37,5 @@ class RenderContext:
 
     versions: ServedVersions
     images: Images
+    operator_namespace: str | None = None
+    """Where the operator's pods are; None where it does not know, because it runs outside a cluster."""

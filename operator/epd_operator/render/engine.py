@@ -7,10 +7,11 @@ from typing import Any
 
 from ..api import EPDDeployment, Role, quantity_value
 from ..api.deployment import MODELS_PATH, Model
+from ..api.names import child_name
+from .affinity import beside_the_memory
 from .context import Images
 from .errors import RenderError
-from .labels import child, components_selector, labels
-from .names import child_name
+from .labels import child, labels
 from .pods import HOME, PORT, PodParts, http_get, pod_template, startup_probe
 from .roles import TRAITS, roles_of
 from .store import Mount
@@ -64,7 +65,7 @@ def _template(deployment: EPDDeployment, name: str, role: Role, images: Images) 
         env=_env(deployment.spec.model, role),
         volumes=[mount.volume for mount in mounts],
         mounts=[mount.mount for mount in mounts],
-        affinity=_affinity(deployment, name),
+        affinity={} if TRAITS[name].ec_role is None else beside_the_memory(deployment),
     )
     return pod_template(parts, role, images)
 
@@ -137,15 +138,3 @@ def _devices(role: Role) -> set[str]:
         if isinstance(container, dict) and container.get("name") == CONTAINER:
             containers.append({"resources": container.get("resources") or {}})
     return extended_resources(containers)
-
-
-def _affinity(deployment: EPDDeployment, name: str) -> dict[str, Any]:
-    """Readers and writers of a store in memory share a node. The first pod may go anywhere."""
-    if deployment.spec.ec_store.shared_memory is None or TRAITS[name].ec_role is None:
-        return {}
-    sharing = [role for role, _ in roles_of(deployment) if TRAITS[role].ec_role is not None]
-    term = {
-        "labelSelector": components_selector(deployment.metadata.name, sharing),
-        "topologyKey": "kubernetes.io/hostname",
-    }
-    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..api import EPDDeployment
-from .names import child_name, label_value
+from ..api.names import child_name, label_value
 
 NAME_LABEL = "app.kubernetes.io/name"
 INSTANCE_LABEL = "app.kubernetes.io/instance"

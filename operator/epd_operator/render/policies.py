@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from .affinity import JANITOR
 from .context import ServedVersions
 from .engine import ACCOUNT as ENGINE
 from .labels import child, components_selector, selector
@@ -11,7 +12,12 @@ from .proxy import COMPONENT as PROXY
 from .roles import TRAITS, roles_of
 from .transfers import kv_transfer
 
+OPERATOR_LABEL = "epd.dev/operator"
+"""`true` on the operator's own pods."""
+METRICS_LABEL = "epd.dev/metrics"
+"""`true` on namespaces whose pods may collect metrics."""
 _NETWORKING = "networking.k8s.io/v1"
+_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 def disruption_budgets(deployment: EPDDeployment, versions: ServedVersions) -> list[dict[str, Any]]:
@@ -20,13 +26,18 @@ def disruption_budgets(deployment: EPDDeployment, versions: ServedVersions) -> l
     return [_disruption_budget(deployment, component, versions.policy) for component in components]
 
 
-def network_policies(deployment: EPDDeployment) -> list[dict[str, Any]]:
-    """Engines are reached by the proxy alone; the proxy by all. What pods reach is left open.
+def network_policies(deployment: EPDDeployment, operator_namespace: str | None) -> list[dict[str, Any]]:
+    """Engines are reached by the proxy, the janitor by the operator, both by metrics collectors; the proxy by
+    all. What pods reach is left open.
 
     Probes come from the pod's own node, which these policies do not keep out. A user's own policies
-    add to these: one that lets a metrics collector in, for example.
+    add to these.
     """
-    return [_engine_policy(deployment), _proxy_policy(deployment)]
+    return [
+        _engine_policy(deployment),
+        _proxy_policy(deployment),
+        _janitor_policy(deployment, operator_namespace),
+    ]
 
 
 def _disruption_budget(deployment: EPDDeployment, component: str, version: str) -> dict[str, Any]:
@@ -45,7 +56,7 @@ def _engine_policy(deployment: EPDDeployment) -> dict[str, Any]:
     name = deployment.metadata.name
     roles = [role for role, _ in roles_of(deployment)]
     proxies = {"podSelector": {"matchLabels": selector(name, PROXY)}}
-    ingress: list[dict[str, Any]] = [{"from": [proxies], "ports": [_http_port()]}]
+    ingress: list[dict[str, Any]] = [{"from": [proxies, _collectors()], "ports": [_http_port()]}]
     kv = kv_transfer(deployment)
     if kv is not None and kv.type == "nixl":
         # NIXL's handshake and data go straight between the two roles, by ports that it picks.
@@ -68,6 +79,27 @@ def _proxy_policy(deployment: EPDDeployment) -> dict[str, Any]:
         "ingress": [{"ports": [_http_port()]}],
     }
     return manifest
+
+
+def _janitor_policy(deployment: EPDDeployment, operator_namespace: str | None) -> dict[str, Any]:
+    operators = {
+        "podSelector": {"matchLabels": {OPERATOR_LABEL: "true"}},
+        "namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: operator_namespace}}
+        if operator_namespace is not None
+        else {},
+    }
+    manifest = child(deployment, _NETWORKING, "NetworkPolicy", JANITOR, JANITOR)
+    manifest["spec"] = {
+        "podSelector": {"matchLabels": selector(deployment.metadata.name, JANITOR)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [operators, _collectors()], "ports": [_http_port()]}],
+    }
+    return manifest
+
+
+def _collectors() -> dict[str, Any]:
+    """Metrics collectors, by namespace: who may label one decides, and without a label there are none."""
+    return {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}}
 
 
 def _http_port() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from ..api.names import child_name
 from .labels import child, namespace, selector
-from .names import child_name
 from .pods import PORT, PORT_NAME
 from .proxy import COMPONENT as PROXY
 from .roles import roles_of

@@ -2,22 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
-from ..api import EPDDeployment, quantity_value
-from ..api.store import ClaimedStore, ClaimTemplate
+from ..api import EPDDeployment
+from ..api.names import child_name
+from ..api.store import ClaimedStore, ClaimTemplate, SharedMemory, SharedStorage
+from ..wire import StorePlaces
 from .labels import child
-from .names import child_name
 from .quantities import canonical_quantity
 
 STORE_PATH = "/var/lib/epd/store"
 """Where engines see the volume of `ecStore.sharedStorage`."""
 MEMORY_PATH = "/var/lib/epd/memory"
 """Where engines see the volume of `ecStore.sharedMemory`."""
-STORE = "store"
-MEMORY = "store-memory"
-_CAPACITY_SHARE = Decimal("0.9")
+COMPONENT = "store"
 
 
 @dataclass(frozen=True)
@@ -34,33 +32,44 @@ def claims(deployment: EPDDeployment) -> Iterator[dict[str, Any]]:
     if store.shared_storage is not None and store.shared_storage.existing_claim is None:
         # A claim with an owner would be collected with it.
         owned = store.shared_storage.retention == "Delete"
-        yield _claim(deployment, store.shared_storage, STORE, owned=owned)
+        yield _claim(deployment, store.shared_storage, owned=owned)
     if store.shared_memory is not None and store.shared_memory.existing_claim is None:
-        yield _claim(deployment, store.shared_memory, MEMORY, owned=True)
+        yield _claim(deployment, store.shared_memory, owned=True)
 
 
 def storage_mount(deployment: EPDDeployment) -> Mount | None:
     """The volume of files, where there is one. Writable for readers too: they touch what they use."""
-    return _mount(deployment, deployment.spec.ec_store.shared_storage, STORE, STORE_PATH)
+    return _mount(deployment, deployment.spec.ec_store.shared_storage, STORE_PATH)
 
 
 def memory_mount(deployment: EPDDeployment) -> Mount | None:
     """The volume in memory, where there is one."""
-    return _mount(deployment, deployment.spec.ec_store.shared_memory, MEMORY, MEMORY_PATH)
+    return _mount(deployment, deployment.spec.ec_store.shared_memory, MEMORY_PATH)
 
 
-def capacity_bytes(store: ClaimedStore) -> int | None:
-    """Bytes that entries may take: as given, or nine tenths of the claim. None: known from the mount only."""
-    if store.capacity is not None:
-        return int(quantity_value(store.capacity))
-    if store.existing_claim is not None:
-        return None
-    return int(quantity_value((store.claim_template or ClaimTemplate()).size) * _CAPACITY_SHARE)
+def store_places(deployment: EPDDeployment) -> StorePlaces:
+    """Where pods find the tiers."""
+    store = deployment.spec.ec_store
+    return StorePlaces(
+        storage=None if store.shared_storage is None else STORE_PATH,
+        memory=None if store.shared_memory is None else MEMORY_PATH,
+        memory_capacity=None if store.shared_memory is None else store.shared_memory.capacity_bytes,
+    )
 
 
-def _claim(deployment: EPDDeployment, store: ClaimedStore, suffix: str, *, owned: bool) -> dict[str, Any]:
+def claim_names(deployment: EPDDeployment) -> dict[str, str]:
+    """Names of the claims that the tiers use, by the tiers' names."""
+    return {name: _claim_name(deployment, tier) for name, tier in deployment.spec.ec_store.tiers.items()}
+
+
+def _claim_name(deployment: EPDDeployment, store: ClaimedStore) -> str:
+    return store.existing_claim or child_name(deployment.metadata.name, store.claim_suffix)
+
+
+def _claim(deployment: EPDDeployment, store: SharedStorage | SharedMemory, *, owned: bool) -> dict[str, Any]:
     template = store.claim_template or ClaimTemplate()
-    manifest = child(deployment, "v1", "PersistentVolumeClaim", suffix, STORE, owned=owned)
+    suffix = store.claim_suffix
+    manifest = child(deployment, "v1", "PersistentVolumeClaim", suffix, COMPONENT, owned=owned)
     manifest["spec"] = {
         "accessModes": list(template.access_modes),
         "resources": {"requests": {"storage": canonical_quantity(template.size)}},
@@ -70,11 +79,11 @@ def _claim(deployment: EPDDeployment, store: ClaimedStore, suffix: str, *, owned
     return manifest
 
 
-def _mount(deployment: EPDDeployment, store: ClaimedStore | None, suffix: str, path: str) -> Mount | None:
+def _mount(deployment: EPDDeployment, store: ClaimedStore | None, path: str) -> Mount | None:
     if store is None:
         return None
-    claim = store.existing_claim or child_name(deployment.metadata.name, suffix)
+    name, claim = store.claim_suffix, _claim_name(deployment, store)
     return Mount(
-        volume={"name": suffix, "persistentVolumeClaim": {"claimName": claim}},
-        mount={"name": suffix, "mountPath": path},
+        volume={"name": name, "persistentVolumeClaim": {"claimName": claim}},
+        mount={"name": name, "mountPath": path},
     )

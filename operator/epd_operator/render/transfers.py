@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
-from ..api import EPDDeployment, duration_seconds
+from ..api import EPDDeployment
 from ..api.store import KVTransfer
+from ..wire import ec_connector
 from .errors import RenderError
 from .roles import RoleTraits
-from .store import MEMORY_PATH, STORE_PATH, Mount, capacity_bytes, memory_mount, storage_mount
+from .store import STORE_PATH, Mount, memory_mount, storage_mount, store_places
 
 KV_PATH = f"{STORE_PATH}/kv"
 """Where KV crosses as files. The store's own folders have names of hex digits alone."""
@@ -24,7 +25,8 @@ def transfer_flags(deployment: EPDDeployment, traits: RoleTraits) -> list[str]:
     """The flags of a role for both transfers. Raises RenderError."""
     flags = []
     if traits.ec_role is not None:
-        flags += ["--ec-transfer-config", _json({**_ec_connector(deployment), "ec_role": traits.ec_role})]
+        ec = ec_connector(deployment.spec.ec_store, store_places(deployment))
+        flags += ["--ec-transfer-config", _json({**ec, "ec_role": traits.ec_role})]
     kv = kv_transfer(deployment)
     if kv is not None and traits.kv_role is not None:
         flags += ["--kv-transfer-config", _json({**_kv_connector(deployment, kv), "kv_role": traits.kv_role})]
@@ -41,25 +43,6 @@ def transfer_mounts(deployment: EPDDeployment, traits: RoleTraits) -> list[Mount
     if traits.ec_role is not None:
         mounts.append(memory_mount(deployment))
     return [mount for mount in mounts if mount is not None]
-
-
-def _ec_connector(deployment: EPDDeployment) -> dict[str, Any]:
-    store = deployment.spec.ec_store
-    if store.shared_memory is None:
-        return {
-            "ec_connector": "ECSharedStorageConnector",
-            "ec_connector_extra_config": {"shared_storage_path": STORE_PATH},
-        }
-    if store.shared_storage is not None:
-        raise RenderError(
-            "spec.ecStore", "two tiers cannot be run yet; use `sharedStorage` or `sharedMemory` alone"
-        )
-    capacity = capacity_bytes(store.shared_memory)
-    extra = {"path": MEMORY_PATH, "lease_seconds": duration_seconds(store.shared_memory.lease_timeout)}
-    return {
-        "ec_connector": "ECSharedMemoryConnector",
-        "ec_connector_extra_config": extra if capacity is None else {**extra, "capacity": capacity},
-    }
 
 
 def _kv_connector(deployment: EPDDeployment, kv: KVTransfer) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from pydantic import ValidationError
 
 from ..api import EPDDeployment
 from ..api.status import Condition, RolesStatus, RoleStatus, Status, language_of
-from ..render import child_name, endpoint, roles_of, selector
+from ..render import claim_names, endpoint, roles_of, selector
+from ..render.affinity import JANITOR
 from ..render.labels import COMPONENT_LABEL
 from .conditions import STORE, verdicts, with_times
 from .parts import Object, PartState, Problem
 from .roles import role_state
 from .store import store_state
+from .usage import Usage, reported
 
 PROXY = "proxy"
 _ROLES = tuple(RolesStatus.model_fields)[:4]
@@ -32,6 +34,8 @@ class Observed:
     pods: Sequence[Object] = ()
     claims: Mapping[str, Object] = field(default_factory=dict)
     """By name; also claims that are not ours."""
+    usage: Usage | None = None
+    """What the store's janitor said last; None where nothing was heard."""
 
 
 def compute_status(observed: Observed, now: str) -> Object:
@@ -48,6 +52,7 @@ def compute_status(observed: Observed, now: str) -> Object:
             "conditions": list(with_times(found, previous_conditions(resource), generation, now)),
             "roles": _roles_status(parts),
             "endpoint": where,
+            "store": reported(resource.get("status", {}).get("store"), observed.usage),
         }
     )
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -61,17 +66,6 @@ def previous_conditions(resource: Object) -> list[Condition]:
         return []
 
 
-def claims_of(deployment: EPDDeployment) -> list[str]:
-    """Names of the claims that the store uses."""
-    store = deployment.spec.ec_store
-    found = ((store.shared_storage, "store"), (store.shared_memory, "store-memory"))
-    return [
-        claimed.existing_claim or child_name(deployment.metadata.name, suffix)
-        for claimed, suffix in found
-        if claimed is not None
-    ]
-
-
 def _parts(observed: Observed) -> dict[str, PartState]:
     """The state of each part; of a refused spec, of the parts that exist."""
     deployments = {_component(one): one for one in observed.deployments}
@@ -79,18 +73,20 @@ def _parts(observed: Observed) -> dict[str, PartState]:
         names = [*(name for name, _ in roles_of(observed.deployment)), PROXY]
     else:
         names = [name for name in (*_ROLES, PROXY) if name in deployments]
-    pods: dict[str, list[Object]] = {name: [] for name in names}
+    pods: dict[str, list[Object]] = {name: [] for name in (*names, JANITOR)}
     for pod in observed.pods:
         pods.setdefault(_component(pod), []).append(pod)
     resource_name = observed.resource["metadata"]["name"]
-    parts = {}
-    for name in names:
+
+    def state_of(name: str) -> PartState:
         labels = selector(resource_name, name)
         text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        parts[name] = role_state(deployments.get(name), pods[name], text)
+        return role_state(deployments.get(name), pods[name], text)
+
+    parts = {name: state_of(name) for name in names}
     if observed.deployment is not None:
-        claims = [(name, observed.claims.get(name)) for name in claims_of(observed.deployment)]
-        parts[STORE] = store_state(claims, observed.pods)
+        claims = [(name, observed.claims.get(name)) for name in claim_names(observed.deployment).values()]
+        parts[STORE] = store_state(claims, observed.pods, state_of(JANITOR))
     return parts
 
 

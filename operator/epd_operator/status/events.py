@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.status import Condition
+from .store import JANITOR_FAILING
 
 # These two repeat what the others say.
 _SILENT = frozenset({"Progressing", "Degraded"})
 # The way to being ready is no news; getting there is, and so is being stuck.
 _ON_THE_WAY = frozenset({"Creating", "RollingOut", "Starting"})
 _USUAL = frozenset({"ScaledToZero", "ClaimPending"})
+# What is ready, and needs somebody all the same.
+_UNUSUAL = frozenset({JANITOR_FAILING})
 _NOTE_LENGTH = 1000
 
 
@@ -44,6 +47,6 @@ def notes(before: Iterable[Condition], after: Iterable[Condition]) -> Iterator[N
         told.add((one.status, one.reason))
         if known.get(one.type) == (one.status, one.reason) or one.reason in _ON_THE_WAY:
             continue
-        usual = one.status == "True" or one.reason in _USUAL
+        usual = one.reason in _USUAL or (one.status == "True" and one.reason not in _UNUSUAL)
         message = f"{one.type}: {one.message}"[:_NOTE_LENGTH]
         yield Note("Normal" if usual else "Warning", one.reason, message)

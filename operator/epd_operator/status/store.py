@@ -1,4 +1,4 @@
-"""The state of the EC store: its claims, and whether the pods that mount them can share them."""
+"""The state of the EC store: its claims, whether the pods that mount them can share them, and its janitor."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,13 +6,27 @@ from .parts import Object, PartState, Problem, blocked, waiting
 from .pods import is_current
 
 SHARED = "ReadWriteMany"
+BOUND = "Bound"
+JANITOR_FAILING = "JanitorFailing"
 
 
-def store_state(claims: Sequence[tuple[str, Object | None]], pods: Iterable[Object]) -> PartState:
-    """The state of the store, whose claims are given by name; None for one that is not there."""
+def store_state(
+    claims: Sequence[tuple[str, Object | None]], pods: Iterable[Object], janitor: PartState
+) -> PartState:
+    """The state of the store, whose claims are given by name; None for one that is not there.
+
+    Without its janitor a store serves on and grows meanwhile: that needs somebody, but it is ready.
+    """
     mounted = [pod for pod in pods if is_current(pod)]
     states = [_claim_state(name, claim, mounted) for name, claim in claims]
-    return next((state for state in states if not state.ready), states[0])
+    lacking = next((state for state in states if not state.ready), None)
+    if lacking is not None:
+        return lacking
+    words = ", ".join(state.message for state in states)
+    if janitor.ready:
+        return PartState(True, BOUND, words)
+    words = f"{words}; nothing keeps it within its capacity, for the janitor is not ready: {janitor.message}"
+    return PartState(True, JANITOR_FAILING if janitor.is_problem else BOUND, words, janitor.is_problem)
 
 
 def _claim_state(name: str, claim: Object | None, pods: Sequence[Object]) -> PartState:
@@ -38,7 +52,7 @@ def _claim_state(name: str, claim: Object | None, pods: Sequence[Object]) -> Par
                 f"use a claim with {SHARED}, or place all roles on one node",
             )
         )
-    return PartState(True, "Bound", f"claim {name} is bound")
+    return PartState(True, BOUND, f"claim {name} is bound")
 
 
 def _mounts(pod: Object, claim: str) -> bool:

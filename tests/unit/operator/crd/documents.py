@@ -56,6 +56,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "a path in a claim": {"model": {"claim": "models", "source": "./x"}},
     "memory": {"ecStore.sharedMemory": {}},
     "two tiers": {"ecStore": {"sharedMemory": {"capacity": "1Gi"}, "sharedStorage": {"ttl": "1h"}}},
+    "a policy of writing": {"ecStore": {"sharedMemory": {}, "sharedStorage": {}, "write": "back"}},
+    "two claims of one's own": {
+        "ecStore": {"sharedMemory": {"existingClaim": "one"}, "sharedStorage": {"existingClaim": "two"}}
+    },
+    "a claim of another resource": {f"{_STORE}.existingClaim": "other-store"},
     "a claim of one's own": {f"{_STORE}.existingClaim": "mine", f"{_STORE}.capacity": "100Gi"},
     "capacity within the claim": {f"{_STORE}.capacity": "20Gi", f"{_STORE}.claimTemplate": {"size": "30Gi"}},
     "capacity as a number": {f"{_STORE}.capacity": 10_000},
@@ -86,6 +91,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two claims": (
         {f"{_STORE}.claimTemplate": {}, f"{_STORE}.existingClaim": "mine"},
         "spec.ecStore.sharedStorage",
+    ),
+    "a policy of writing to one tier": (
+        {"ecStore": {"sharedMemory": {}, "write": "through"}},
+        "spec.ecStore",
+    ),
+    "one claim for two tiers": (
+        {"ecStore": {"sharedMemory": {"existingClaim": "a"}, "sharedStorage": {"existingClaim": "a"}}},
+        "spec.ecStore",
+    ),
+    "two values of a variable of the janitor": (
+        {f"{_STORE}": {}, "ecStore.janitor.env": [{"name": "A", "value": "1", "valueFrom": {}}]},
+        "spec.ecStore.janitor.env[0]",
     ),
     "no capacity": ({f"{_STORE}.capacity": 0}, "spec.ecStore.sharedStorage"),
     "capacity beyond the claim": (
@@ -125,6 +142,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         _scaled(metrics=[_metric("Resource", _CPU | {"value": 1}, "resource")]),
         "spec.roles.pd.autoscaling.metrics[0].resource.target",
     ),
+}
+
+# The operator's own claims, named as somebody else's: found at the root, and said of the field by Python.
+OWN_CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
+    f"{suffix} for {store}": (
+        {f"ecStore.{store}.existingClaim": f"digits-{suffix}"},
+        f"spec.ecStore.{store}.existingClaim",
+    )
+    for store in ("sharedStorage", "sharedMemory")
+    for suffix in ("store", "store-memory")
 }
 
 _TEMPLATE = f"{_STORE}.claimTemplate"

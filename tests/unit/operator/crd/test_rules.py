@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from epd_operator.api import DocumentError, EPDDeployment, parse_document
+from epd_operator.api.names import child_name
 from epd_operator.crd.definition import resource_schema
 from epd_operator.crd.levels import CelLevel
 from epd_operator.crd.rules import RULES
@@ -16,6 +17,7 @@ from tests.unit.operator.crd.documents import (
     BAD,
     FORBIDDEN_CHANGES,
     GOOD,
+    OWN_CLAIMS,
     with_fields,
 )
 
@@ -48,6 +50,25 @@ def test_a_bad_document_breaks_one_rule_and_python_says_the_same_place(
     assert [problem.path for problem in caught.value.problems] == [place]
 
 
+@pytest.mark.parametrize(("fields", "field"), OWN_CLAIMS.values(), ids=OWN_CLAIMS.keys())
+def test_the_operators_own_claim_is_nobody_elses(fields: dict[str, Any], field: str) -> None:
+    ((place, message),) = broken(fields)
+    assert place == ""
+    assert message.startswith(f"{field} is the claim that the operator makes")
+    with pytest.raises(DocumentError) as caught:
+        parse_document(yaml.safe_dump(with_fields(fields)))
+    (problem,) = caught.value.problems
+    assert problem.path == field
+    assert problem.line > 1
+
+
+def test_the_operators_own_claim_is_known_by_a_long_name_too() -> None:
+    document = with_fields({"ecStore.sharedStorage.existingClaim": child_name("d" * 60, "store")})
+    document["metadata"]["name"] = "d" * 60
+    with pytest.raises(DocumentError, match="is the name of the claim that the operator makes"):
+        parse_document(yaml.safe_dump(document))
+
+
 @pytest.mark.parametrize(("before", "after"), ALLOWED_CHANGES.values(), ids=ALLOWED_CHANGES.keys())
 def test_a_change_that_can_be_carried_out_is_allowed(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert broken(after, before) == []
@@ -65,7 +86,9 @@ def test_a_change_that_cannot_be_carried_out_is_refused_by_both(
 
 
 def test_every_rule_is_broken_by_a_document_here() -> None:
-    messages = {message for fields, _ in BAD.values() for _, message in broken(fields)}
+    messages = {
+        message for fields, _ in (*BAD.values(), *OWN_CLAIMS.values()) for _, message in broken(fields)
+    }
     messages |= {
         message for before, after, _ in FORBIDDEN_CHANGES.values() for _, message in broken(after, before)
     }

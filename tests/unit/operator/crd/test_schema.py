@@ -120,7 +120,7 @@ def test_what_kubectl_get_shows() -> None:
     shown = [column["name"] for column in version["additionalPrinterColumns"] if not column.get("priority")]
     wide = [column["name"] for column in version["additionalPrinterColumns"] if column.get("priority")]
     assert shown == ["Ready", "Model", "Encoder", "PD", "Age"]
-    assert wide == ["Endpoint", "Reason"]
+    assert wide == ["Endpoint", "Store", "Reason"]
     assert version["subresources"] == {"status": {}}
     for column in version["additionalPrinterColumns"]:
         path = re.sub(r"\[.*?\]", "[]", column["jsonPath"].removeprefix("."))

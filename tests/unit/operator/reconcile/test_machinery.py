@@ -45,6 +45,9 @@ def test_the_cache_knows_what_is_new() -> None:
     assert found["spec"]["version"] == 6
     assert (found["apiVersion"], found["kind"]) == ("apps/v1", "Deployment")
     assert [one["manager"] for one in found["metadata"]["managedFields"]] == ["epd-operator"]
+    cache.put(POD, _object("p", 1))
+    assert [one["metadata"]["name"] for one in cache.of_kind(KEY, POD)] == ["p"]
+    assert cache.of_kind(OTHER, POD) == []
 
 
 def test_a_late_word_about_a_former_object_is_ignored() -> None:
@@ -195,9 +198,9 @@ def test_a_resource_is_read_whatever_else_the_api_server_keeps_with_it() -> None
             "spec.roles: prefill and decode do not run yet",
         ),
         (
-            _resource(SPEC | {"ecStore": {"sharedMemory": {}}}),
-            "NotSupportedYet",
-            "spec.ecStore.sharedMemory: the engine has no such store yet",
+            _resource(SPEC | {"ecStore": {"sharedStorage": {"existingClaim": "demo-store"}}}),
+            "InvalidSpec",
+            "spec.ecStore.sharedStorage.existingClaim: demo-store is the name of the claim that the operator",
         ),
     ],
 )
@@ -206,6 +209,11 @@ def test_a_resource_that_is_refused_says_why(resource: dict[str, Any], reason: s
         read(resource, {})
     assert caught.value.reason == reason
     assert any(line in one for one in caught.value.lines)
+
+
+@pytest.mark.parametrize("store", [{"sharedMemory": {}}, {"sharedMemory": {}, "sharedStorage": {}}])
+def test_memory_is_carried_out(store: dict[str, Any]) -> None:
+    read(_resource(SPEC | {"ecStore": store}), {})
 
 
 def test_a_claim_on_the_cluster_remembers_what_was_wanted() -> None:

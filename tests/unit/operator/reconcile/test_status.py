@@ -8,10 +8,11 @@ from epd_operator.api import EPDDeployment
 from epd_operator.api.status import Condition
 from epd_operator.status.compute import Observed, compute_status
 from epd_operator.status.events import notes
-from epd_operator.status.parts import Problem
+from epd_operator.status.parts import PartState, Problem
 from epd_operator.status.pods import first_problem, problem_of
 from epd_operator.status.roles import role_state
 from epd_operator.status.store import store_state
+from epd_operator.status.usage import Usage
 
 Object = dict[str, Any]
 NOW, BEFORE = "2026-01-31T12:00:00Z", "2026-01-31T11:00:00Z"
@@ -186,6 +187,9 @@ def placed(name: str, node: str) -> Object:
     return found
 
 
+GOOD_JANITOR = PartState(True, "AllReady", "1 of 1 replicas are ready")
+
+
 @pytest.mark.parametrize(
     ("found", "pods", "reason", "words"),
     [
@@ -209,7 +213,7 @@ def placed(name: str, node: str) -> Object:
     ],
 )
 def test_the_state_of_the_store(found: Object | None, pods: list[Object], reason: str, words: str) -> None:
-    state = store_state([("s", found)], pods)
+    state = store_state([("s", found)], pods, GOOD_JANITOR)
     assert state.reason == reason
     assert words in state.message
     assert state.ready is (reason == "Bound")
@@ -229,13 +233,14 @@ DEPLOYMENT = EPDDeployment.model_validate(
     }
 )
 WORKLOADS = [workload(name) for name in ("encoder", "pd", "proxy")]
+JANITOR = workload("janitor")
 
 
 def _status(**observed: Any) -> tuple[Object, dict[str, Object]]:
     parts = {
         "resource": resource(),
         "deployment": DEPLOYMENT,
-        "deployments": WORKLOADS,
+        "deployments": [*WORKLOADS, JANITOR],
         "claims": {"demo-store": claim()},
         **observed,
     }
@@ -259,6 +264,41 @@ def test_everything_ready() -> None:
     assert status["endpoint"] == "http://demo-proxy.n.svc:8000"
     assert status["roles"]["encoder"]["summary"] == "2/2"
     assert status["roles"]["language"] == "2/2"
+
+
+def test_without_a_janitor_the_store_serves_and_somebody_is_told() -> None:
+    crashing = pod(containerStatuses=[container(BACK_OFF, lastState=ended(1, message="no lease"))])
+    crashing["metadata"]["labels"] = {"app.kubernetes.io/component": "janitor"}
+    _, conditions = _status(deployments=[*WORKLOADS, JANITOR | {"status": {}}], pods=[crashing])
+    store = conditions["StoreReady"]
+    assert (store["status"], store["reason"]) == ("True", "JanitorFailing")
+    assert "claim demo-store is bound; nothing keeps it within its capacity" in store["message"]
+    assert "exit code 1: no lease" in store["message"]
+    assert (conditions["Degraded"]["status"], conditions["Degraded"]["reason"]) == ("True", "JanitorFailing")
+    assert (conditions["Ready"]["status"], conditions["Progressing"]["status"]) == ("True", "False")
+    (note,) = notes([], [Condition.model_validate(store)])
+    assert (note.type, note.reason) == ("Warning", "JanitorFailing")
+
+
+def test_a_janitor_that_is_starting_needs_nobody() -> None:
+    _, conditions = _status(deployments=WORKLOADS)
+    assert (conditions["StoreReady"]["status"], conditions["StoreReady"]["reason"]) == ("True", "Bound")
+    assert "the janitor is not ready: the Deployment is not there yet" in conditions["StoreReady"]["message"]
+    assert conditions["Degraded"]["status"] == "False"
+
+
+def test_what_the_janitor_said_is_in_the_status_and_stays_while_it_is_silent() -> None:
+    told, _ = _status(usage=Usage(bytes=3 << 30, entries=12, capacity=9 << 30))
+    assert told["store"] == {
+        "entries": 12,
+        "usedBytes": 3 << 30,
+        "capacityBytes": 9 << 30,
+        "summary": "3.0Gi/9.0Gi",
+    }
+    silent, _ = _status(resource=resource(store=told["store"]))
+    assert silent["store"] == told["store"]
+    assert "store" not in _status()[0]
+    assert "store" not in _status(resource=resource(store={"what": "ever"}))[0]
 
 
 @pytest.mark.parametrize("component", ["encoder", "pd", "proxy"])

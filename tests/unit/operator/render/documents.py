@@ -17,9 +17,9 @@ IMAGES = Images(
     vllm=None,
     pull_secrets=("pull",),
 )
-CONTEXT = RenderContext(ServedVersions(), IMAGES)
+CONTEXT = RenderContext(ServedVersions(), IMAGES, "epd-system")
 OLD_CONTEXT = RenderContext(
-    ServedVersions("autoscaling/v2beta2", "policy/v1beta1", "discovery.k8s.io/v1beta1"), IMAGES
+    ServedVersions("autoscaling/v2beta2", "policy/v1beta1", "discovery.k8s.io/v1beta1"), IMAGES, "epd-system"
 )
 CASES = sorted(path.stem for path in (HERE / "cases").glob("*.yaml"))
 

@@ -11,6 +11,7 @@ from epd_operator.render import endpoint
 from .documents import CASES, document_of, find, main_container, render_case
 
 Manifests = list[dict[str, Any]]
+COMPONENT = "app.kubernetes.io/component"
 UID = "5c1de8f0-6f0e-4f5c-9a53-0d1c5a1c7a01"
 
 
@@ -69,20 +70,63 @@ def test_each_selector_selects_one_kind_of_pods(manifests: Manifests) -> None:
         for kind in ("Deployment", "PodDisruptionBudget")
         for one in of_kind(manifests, kind)
     ]
-    assert len(selectors) == 3 * len(labels)
+    # The janitor has neither a Service nor a budget.
+    assert len(selectors) == 3 * len(labels) - 2
     for selector in selectors:
         assert set(selector) == {"app.kubernetes.io/instance", "app.kubernetes.io/component"}
         assert len([one for one in labels if selector.items() <= one.items()]) == 1
 
 
 def test_the_proxy_alone_reaches_the_engines(manifests: Manifests) -> None:
-    engines, _ = of_kind(manifests, "NetworkPolicy")
+    engines, _, _ = of_kind(manifests, "NetworkPolicy")
     (component,) = engines["spec"]["podSelector"]["matchExpressions"]
     labels = [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(manifests)]
-    assert component["values"] == [one for one in labels if one != "proxy"]
-    proxies = engines["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert component["values"] == [one for one in labels if one not in ("proxy", "janitor")]
+    ours, collectors = engines["spec"]["ingress"][0]["from"]
+    assert collectors == {"namespaceSelector": {"matchLabels": {"epd.dev/metrics": "true"}}}
+    proxies = ours["podSelector"]["matchLabels"]
     assert proxies["app.kubernetes.io/component"] == "proxy"
     assert "app.kubernetes.io/instance" in proxies
+
+
+def test_there_is_one_janitor_and_the_operator_alone_reaches_it(manifests: Manifests) -> None:
+    (janitor,) = (
+        one for one in of_kind(manifests, "Deployment") if one["metadata"]["name"].endswith("-janitor")
+    )
+    assert janitor["spec"]["replicas"] == 1
+    assert janitor["spec"]["strategy"] == {"type": "Recreate"}
+    labels = janitor["spec"]["template"]["metadata"]["labels"]
+    (policy,) = (
+        one
+        for one in of_kind(manifests, "NetworkPolicy")
+        if one["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        and one["metadata"]["name"].endswith("-janitor")
+    )
+    ((operators, collectors),) = (rule["from"] for rule in policy["spec"]["ingress"])
+    assert operators["podSelector"] == {"matchLabels": {"epd.dev/operator": "true"}}
+    assert operators["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "epd-system"}}
+    assert collectors == {"namespaceSelector": {"matchLabels": {"epd.dev/metrics": "true"}}}
+
+
+def test_the_janitor_mounts_what_the_encoder_does_and_shares_its_node(manifests: Manifests) -> None:
+    janitor, encoder = (
+        next(pod for pod in pods(manifests) if pod["metadata"]["labels"][COMPONENT] == name)
+        for name in ("janitor", "encoder")
+    )
+
+    def claims(pod: dict[str, Any]) -> list[Any]:
+        stores = [one for one in pod["spec"]["volumes"] if one["name"].startswith("store")]
+        mounts = [one for one in pod["spec"]["containers"][0]["volumeMounts"] if "epd" in one["mountPath"]]
+        return [*stores, *mounts]
+
+    assert claims(janitor)
+    assert claims(janitor) == claims(encoder)
+    assert janitor["spec"].get("affinity") == encoder["spec"].get("affinity")
+    if "affinity" in janitor["spec"]:
+        (term,) = janitor["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (expression,) = term["labelSelector"]["matchExpressions"]
+        # The first pod may go anywhere only where it is itself among those that are sought.
+        assert {"encoder", "janitor"} <= set(expression["values"])
 
 
 def test_pods_keep_to_the_restricted_standard(manifests: Manifests) -> None:
@@ -119,7 +163,12 @@ def test_claims_that_are_mounted_are_made_or_the_users(case: str, manifests: Man
         for volume in pod["spec"]["volumes"]
         if "persistentVolumeClaim" in volume
     }
-    users = {"existing-claim": {"team-store"}, "retained-claim": {"team-models"}, "hub-model": {"hub-cache"}}
+    users = {
+        "existing-claim": {"team-store"},
+        "two-tiers": {"team-store", "team-memory"},
+        "retained-claim": {"team-models"},
+        "hub-model": {"hub-cache"},
+    }
     assert mounted == made | users.get(case, set())
 
 

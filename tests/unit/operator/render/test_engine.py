@@ -202,7 +202,6 @@ def test_dev_shm_counts_towards_the_memory_limit() -> None:
     ("spec", "path"),
     [
         ({"engine": {"type": "vllm"}}, "spec.engine.type"),
-        ({"ecStore": {"sharedStorage": {}, "sharedMemory": {}}}, "spec.ecStore"),
         (
             {
                 "roles": {"encoder": {}, "prefill": {}, "decode": {}},
@@ -236,6 +235,7 @@ def test_images_pull_policy_and_secrets_are_the_charts() -> None:
         "digits-encoder": "engine@sha256:1",
         "digits-pd": "engine@sha256:1",
         "digits-proxy": "proxy@sha256:2",
+        "digits-janitor": "engine@sha256:1",
     }
     for pod in pods.values():
         assert pod["containers"][0]["imagePullPolicy"] == "Never"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from epd_operator.api.names import BASE_LENGTH, SUFFIX_LENGTH, base_name, label_value
 from epd_operator.render import child_name
-from epd_operator.render.names import BASE_LENGTH, SUFFIX_LENGTH, base_name, label_value
 
 from .documents import find, flag, main_container, rendered
 

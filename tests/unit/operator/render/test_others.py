@@ -1,5 +1,6 @@
 """The proxy, the store's claims, policies and autoscalers, beyond what the golden files show."""
 
+import json
 from typing import Any
 
 import pytest
@@ -101,6 +102,61 @@ def test_decode_is_free_to_go_to_another_node_than_the_store() -> None:
     assert '"capacity": 536870912' in flag(
         main_container(find(manifests, "Deployment", "digits-encoder")), "--ec-transfer-config"
     )
+
+
+def janitor(store: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return main_container(find(rendered({"ecStore": store, **spec}), "Deployment", "digits-janitor"))
+
+
+@pytest.mark.parametrize(
+    ("store", "arguments"),
+    [
+        ({"sharedStorage": {}}, ["--path", "/var/lib/epd/store", "--capacity", "9663676416"]),
+        (
+            {"sharedStorage": {"capacity": "1Gi", "ttl": "1h30m"}},
+            ["--path", "/var/lib/epd/store", "--capacity", "1073741824", "--ttl", "5400"],
+        ),
+        ({"sharedStorage": {"existingClaim": "mine"}}, ["--path", "/var/lib/epd/store"]),
+        (MEMORY, ["--memory-path", "/var/lib/epd/memory"]),
+        (
+            {"sharedStorage": {"existingClaim": "mine", "ttl": "1500ms"}, **MEMORY},
+            ["--path", "/var/lib/epd/store", "--ttl", "1.5", "--memory-path", "/var/lib/epd/memory"],
+        ),
+    ],
+)
+def test_the_janitor_is_told_of_the_tiers_there_are(store: dict[str, Any], arguments: list[str]) -> None:
+    container = janitor(store)
+    assert container["command"] == ["epd-engine"]
+    assert container["args"] == ["store", "janitor", *arguments, "--host", "0.0.0.0", "--port", "8000"]
+
+
+def test_the_janitor_has_the_engines_image_and_resources_of_its_own() -> None:
+    engine = {"engine": {"image": "mine:1"}}
+    assert janitor({"sharedStorage": {}}, **engine)["image"] == "mine:1"
+    assert janitor({"sharedStorage": {}})["resources"]["limits"] == {"memory": "512Mi"}
+    given = {"limits": {"memory": "2Gi"}}
+    assert janitor({"sharedStorage": {}, "janitor": {"resources": given}})["resources"] == given
+
+
+@pytest.mark.parametrize(("write", "told"), [(None, "through"), ("through", "through"), ("back", "back")])
+def test_two_tiers_are_one_connector_of_two(write: str | None, told: str) -> None:
+    store = {"sharedStorage": {}, **MEMORY, **({"write": write} if write else {})}
+    manifests = rendered({"ecStore": store})
+    for role in ("encoder", "pd"):
+        container = main_container(find(manifests, "Deployment", f"digits-{role}"))
+        config = json.loads(flag(container, "--ec-transfer-config"))
+        assert config["ec_connector"] == "ECTieredConnector"
+        assert config["ec_connector_extra_config"] == {
+            "memory": {"path": "/var/lib/epd/memory", "capacity": 2**29, "lease_seconds": 60.0},
+            "storage": {"shared_storage_path": "/var/lib/epd/store"},
+            "write": told,
+        }
+
+
+def test_outside_a_cluster_operators_of_any_namespace_reach_the_janitor() -> None:
+    manifests = render(resource(), RenderContext(ServedVersions(), IMAGES))
+    policy = find(manifests, "NetworkPolicy", "digits-janitor")
+    assert policy["spec"]["ingress"][0]["from"][0]["namespaceSelector"] == {}
 
 
 def test_nixl_alone_opens_the_way_between_engines() -> None:
