@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from epd_engine.config import EngineConfig, MediaLimits
+from epd_engine.ec_store.cli.parser import add_store_parser
+from epd_engine.ec_store.cli.parser import run as run_store
 from epd_engine.ec_transfer.config import ECConfigError, ECTransferConfig
 
 EPILOG = """\
@@ -37,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_serve_arguments(serve_parser)
+    add_store_parser(commands)
     arguments = parser.parse_args(argv)
+    if "check" in arguments:
+        arguments.check(arguments)
+    if arguments.command == "store":
+        sys.exit(run_store(arguments))
     try:
         config = _config(arguments)
     except ECConfigError as error:
