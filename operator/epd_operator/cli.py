@@ -208,7 +208,7 @@ def logs(
     role: Annotated[
         str | None,
         typer.Argument(
-            help="encoder, pd, proxy, one process such as encoder-0, or supervisor; all where not given.",
+            help="encoder, pd, janitor, proxy, a process such as encoder-0, or supervisor; all if not given.",
             show_default=False,
         ),
     ] = None,

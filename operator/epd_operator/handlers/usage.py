@@ -74,7 +74,7 @@ class UsagePoller:
             self._latest[key] = await _usage(session, address)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._metrics.usage_looks.labels("failed").inc()
-            log.info("store usage not known", extra={"resource": str(key), "error": repr(error)})
+            log.debug("store usage not known", extra={"resource": str(key), "error": repr(error)})
             return
         except Exception:
             # Whatever it is, it is no reason for the operator to end.

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..api import EPDDeployment, Role, Workload, duration_seconds
+from ..api import EPDDeployment, Instance, Role, duration_seconds
+from ..wire import CONSUMER, PRODUCER, StorePlaces, ec_connector, janitor_command
 
 LOOPBACK = "127.0.0.1"
 
@@ -24,14 +24,14 @@ class Machine:
     """The environment that they inherit."""
     model: str
     """The model's absolute path or hub id."""
-    store: Path
-    """Directory of the EC store."""
+    places: StorePlaces
+    """Where the tiers of the EC store are."""
     host: str
     """The address that the proxy binds."""
     proxy_port: int
     """The port that the proxy binds."""
-    engine_ports: Sequence[int]
-    """Free ports, at least one for each engine."""
+    ports: Sequence[int]
+    """Free ports, at least one for each engine and one for the janitor."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Plan:
     name: str
     model: str
     address: str
-    store: Path
+    places: StorePlaces
     processes: tuple[ProcessSpec, ...]
 
 
@@ -65,17 +65,19 @@ def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
     roles = {"encoder": spec.roles.encoder, "pd": spec.roles.pd}
     instances = [(role, i) for role, settings in roles.items() for i in range(_replicas(settings))]
     threads = max(1, machine.cores // len(instances))
+    janitor_port, *engine_ports = machine.ports
     engines = tuple(
         _engine(deployment, role, index, port, threads, machine)
-        for (role, index), port in zip(instances, machine.engine_ports, strict=False)
+        for (role, index), port in zip(instances, engine_ports, strict=False)
     )
+    janitor = _janitor(deployment, janitor_port, machine)
     proxy = _proxy(deployment, engines, machine)
-    return Plan(name, spec.model.name, proxy.url, machine.store, (*engines, proxy))
+    return Plan(name, spec.model.name, proxy.url, machine.places, (*engines, janitor, proxy))
 
 
-def engine_count(deployment: EPDDeployment) -> int:
-    """How many engines `epd up` starts."""
-    return _replicas(deployment.spec.roles.encoder) + _replicas(deployment.spec.roles.pd)
+def port_count(deployment: EPDDeployment) -> int:
+    """How many ports engines and janitor need."""
+    return 1 + _replicas(deployment.spec.roles.encoder) + _replicas(deployment.spec.roles.pd)
 
 
 def _replicas(settings: Role | None) -> int:
@@ -91,9 +93,8 @@ def _engine(
     settings = deployment.spec.roles.encoder if role == "encoder" else deployment.spec.roles.pd
     assert settings is not None
     transfer = {
-        "ec_connector": "ECSharedStorageConnector",
-        "ec_role": "ec_producer" if role == "encoder" else "ec_consumer",
-        "ec_connector_extra_config": {"shared_storage_path": str(machine.store)},
+        **ec_connector(deployment.spec.ec_store, machine.places),
+        "ec_role": PRODUCER if role == "encoder" else CONSUMER,
     }
     argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
     argv += ["--served-model-name", model.name, "--drain-timeout", str(settings.drain_seconds)]
@@ -103,6 +104,12 @@ def _engine(
     # Each engine would take all cores for itself, and then they wait for one another.
     env = {} if "OMP_NUM_THREADS" in machine.environment else {"OMP_NUM_THREADS": str(threads)}
     return _process(f"{role}-{index}", role, argv, env, LOOPBACK, port, settings)
+
+
+def _janitor(deployment: EPDDeployment, port: int, machine: Machine) -> ProcessSpec:
+    store = deployment.spec.ec_store
+    argv = janitor_command(machine.engine, store, machine.places, LOOPBACK, port)
+    return _process("janitor", "janitor", argv, {}, LOOPBACK, port, store.janitor)
 
 
 def _proxy(deployment: EPDDeployment, engines: Sequence[ProcessSpec], machine: Machine) -> ProcessSpec:
@@ -122,7 +129,7 @@ def _process(
     env: Mapping[str, str],
     host: str,
     port: int,
-    settings: Workload,
+    settings: Instance,
 ) -> ProcessSpec:
     own_env = {variable.name: variable.value or "" for variable in settings.env}
     return ProcessSpec(

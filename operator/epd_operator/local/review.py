@@ -2,22 +2,12 @@
 
 from collections.abc import Iterator
 
-from ..api import EPDDeployment
+from ..api import EPDDeployment, Instance
 
 
 def refusals(deployment: EPDDeployment, *, own_store: bool) -> list[str]:
     """Why the deployment cannot run here: field, reason, way out. `own_store`: the user named a directory."""
     return [*_of_spec(deployment), *_of_store(deployment, own_store), *_of_workloads(deployment)]
-
-
-def notes(deployment: EPDDeployment) -> list[str]:
-    """What is asked for and left undone here, without harm to the answers."""
-    storage = deployment.spec.ec_store.shared_storage
-    return [
-        f"spec.ecStore.sharedStorage.{field}: not enforced by `epd up` yet, the store grows"
-        for field, value in (("capacity", storage and storage.capacity), ("ttl", storage and storage.ttl))
-        if value is not None
-    ]
 
 
 def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
@@ -32,8 +22,8 @@ def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
 
 def _of_store(deployment: EPDDeployment, own_store: bool) -> Iterator[str]:
     store = deployment.spec.ec_store
-    if store.shared_memory is not None:
-        yield "spec.ecStore.sharedMemory: `epd up` cannot run it yet; use `sharedStorage: {}`"
+    if store.shared_storage is None and own_store:
+        yield "spec.ecStore: is in memory alone, so there are no files to keep; remove --store"
     if store.shared_storage is not None and store.shared_storage.existing_claim is not None and not own_store:
         yield (
             "spec.ecStore.sharedStorage.existingClaim: there are no claims on this machine; "
@@ -52,7 +42,12 @@ def _of_workloads(deployment: EPDDeployment) -> Iterator[str]:
             yield f"spec.roles.{name}.replicas: is 0, and a request needs at least 1"
     if deployment.spec.proxy.replicas not in (None, 1):
         yield "spec.proxy.replicas: `epd up` runs one proxy; remove it"
-    workloads = (("roles.encoder", roles.encoder), ("roles.pd", roles.pd), ("proxy", deployment.spec.proxy))
+    workloads: tuple[tuple[str, Instance | None], ...] = (
+        ("roles.encoder", roles.encoder),
+        ("roles.pd", roles.pd),
+        ("ecStore.janitor", deployment.spec.ec_store.janitor),
+        ("proxy", deployment.spec.proxy),
+    )
     for path, workload in workloads:
         for index, variable in enumerate(workload.env if workload is not None else ()):
             if variable.value_from is not None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from .errors import LocalError
+from .memory import memory_directory, remove_memory
 from .orphans import kill_marked
 
 # A look at the lock by `epd ps` holds it for an instant; that is no second `epd up`.
@@ -59,6 +60,11 @@ class RunDirectory:
         """The EC store, where the user named no other."""
         return self.path / "store"
 
+    @property
+    def memory(self) -> Path:
+        """The directory of what the store keeps in memory, which is made where it is needed."""
+        return memory_directory(self.path)
+
     def is_held(self) -> bool:
         """Whether a living `epd up` holds it."""
         try:
@@ -87,6 +93,7 @@ class RunDirectory:
                 f"{self.name} is running already: see `epd ps`, stop it with `epd down --name {self.name}`"
             )
         killed = kill_marked(self.path)
+        remove_memory(self.memory)
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return killed
@@ -96,6 +103,7 @@ class RunDirectory:
         if self._descriptor is None:
             return
         kill_marked(self.path)
+        remove_memory(self.memory)
         shutil.rmtree(self.path)
         try:
             self.path.parent.rmdir()

@@ -43,9 +43,12 @@ class DeploymentState:
     address: str
     supervisor: int
     directory: str
-    store: str
+    store: str | None
+    """Directory of the store's files; None where they are in memory alone."""
     phase: Phase = Phase.STARTING
     processes: list[ProcessState] = field(default_factory=list)
+    memory: str | None = None
+    """Directory of what the store keeps in memory."""
 
     def as_json(self) -> dict[str, Any]:
         """The state as JSON values."""

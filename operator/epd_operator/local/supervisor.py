@@ -63,7 +63,13 @@ class Supervisor:
         self._ready = ready
         self._processes: list[ManagedProcess] = []
         self.state = DeploymentState(
-            plan.name, plan.model, plan.address, os.getpid(), str(directory.path), str(plan.store)
+            plan.name,
+            plan.model,
+            plan.address,
+            os.getpid(),
+            str(directory.path),
+            plan.places.storage,
+            memory=plan.places.memory,
         )
 
     async def run(self, stop: StopRequest) -> bool:

@@ -11,11 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ..api import EPDDeployment
+from ..wire import StorePlaces
 from .errors import LocalError
-from .plan import Machine, engine_count, make_plan
+from .memory import MemoryBudget, budget, make_memory
+from .plan import Machine, make_plan, port_count
 from .ports import check_port, free_ports
 from .progress import progress_on
-from .review import notes, refusals
+from .review import refusals
 from .rundir import RunDirectory
 from .state import DeploymentState
 from .supervisor import StopRequest, Supervisor
@@ -60,10 +62,8 @@ async def _run(
         killed = directory.claim()
         if killed:
             console.print(f"an earlier run was killed; ended {killed} processes of it")
-        plan = make_plan(deployment, name, _machine(deployment, model, directory, options))
-        plan.store.mkdir(parents=True, exist_ok=True)
-        for note in notes(deployment):
-            console.print(f"note: {note}", markup=False, highlight=False)
+        places = _make_store(deployment, directory, options, console)
+        plan = make_plan(deployment, name, _machine(deployment, model, places, options))
         progress = progress_on(console)
 
         def all_ready(state: DeploymentState) -> None:
@@ -96,7 +96,26 @@ def _check(deployment: EPDDeployment, base: Path, options: UpOptions) -> str:
     return str(path) if model.is_path else model.source
 
 
-def _machine(deployment: EPDDeployment, model: str, directory: RunDirectory, options: UpOptions) -> Machine:
+def _make_store(
+    deployment: EPDDeployment, directory: RunDirectory, options: UpOptions, console: Console
+) -> StorePlaces:
+    """Makes the directories of the store's tiers. Raises LocalError where there is no place for one."""
+    store = deployment.spec.ec_store
+    storage, memory = None, None
+    granted: MemoryBudget | None = None
+    if store.shared_memory is not None:
+        granted, memory = budget(store.shared_memory.capacity_bytes), str(directory.memory)
+        if granted.note:
+            console.print(f"note: {granted.note}", markup=False, highlight=False, soft_wrap=True)
+        make_memory(directory.memory)
+    if store.shared_storage is not None:
+        path = (options.store or directory.store).resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        storage = str(path)
+    return StorePlaces(storage, memory, None if granted is None else granted.capacity)
+
+
+def _machine(deployment: EPDDeployment, model: str, places: StorePlaces, options: UpOptions) -> Machine:
     port = deployment.spec.proxy.port if options.port is None else options.port
     if port:
         check_port(options.host, port)
@@ -108,10 +127,10 @@ def _machine(deployment: EPDDeployment, model: str, directory: RunDirectory, opt
         cores=len(os.sched_getaffinity(0)),
         environment=os.environ,
         model=model,
-        store=(options.store or directory.store).resolve(),
+        places=places,
         host=options.host,
         proxy_port=port,
-        engine_ports=free_ports(engine_count(deployment)),
+        ports=free_ports(port_count(deployment)),
     )
 
 

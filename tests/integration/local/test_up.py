@@ -28,8 +28,10 @@ class Document:
         self.path = path
         self.write()
 
-    def write(self, **roles: dict[str, Any]) -> Path:
+    def write(self, store: dict[str, Any] | None = None, **roles: dict[str, Any]) -> Path:
         spec = {"model": {"source": "./model"}, "roles": {"encoder": {}, "pd": {}} | roles}
+        if store is not None:
+            spec["ecStore"] = store
         self.path.write_text(
             yaml.safe_dump(
                 {
@@ -76,7 +78,10 @@ def test_in_the_background_from_up_to_down(epd: Epd, document: Document) -> None
     assert up.returncode == 0, up.stdout + up.stderr
     (state,) = epd.ps()
     assert f"{state['address']}/v1" in up.stdout
-    assert [one["name"] for one in state["processes"]] == ["encoder-0", "encoder-1", "pd-0", "proxy"]
+    assert [one["name"] for one in state["processes"]] == [
+        *("encoder-0", "encoder-1", "pd-0"),
+        *("janitor", "proxy"),
+    ]
     assert {one["phase"] for one in state["processes"]} == {"ready"}
     get(f"{state['address']}/ready")
     engine = get(f"http://127.0.0.1:{named(state, 'encoder-1')['port']}/health")
@@ -92,7 +97,7 @@ def test_in_the_background_from_up_to_down(epd: Epd, document: Document) -> None
     assert epd.run("logs", "pd-0", "--tail", "1").stdout == "pd-0 | hello from ec_consumer\n"
     unknown = epd.run("logs", "decoder")
     assert unknown.returncode == 1
-    assert "it has encoder, encoder-0, encoder-1, pd, pd-0, proxy, supervisor" in unknown.stderr
+    assert "it has encoder, encoder-0, encoder-1, janitor, pd, pd-0, proxy, supervisor" in unknown.stderr
 
     second = epd.run("up", "-f", document.path, "--port", "0")
     assert second.returncode == 1
@@ -164,6 +169,61 @@ def test_a_process_that_is_killed_is_started_again_at_its_address(epd: Epd, docu
     supervisor_log = epd.run("logs", "supervisor").stdout
     assert "encoder-0  restarting: killed by SIGKILL; next start in" in supervisor_log
     assert epd.run("down").returncode == 0
+    epd.assert_nothing_left()
+
+
+def test_the_janitor_is_one_of_the_processes(epd: Epd, document: Document) -> None:
+    document.write(store={"sharedStorage": {"capacity": "1Gi", "ttl": "90s"}})
+    before = up(epd, document)
+    janitor = named(before, "janitor")
+    argv = get(f"http://127.0.0.1:{janitor['port']}/health")["argv"]
+    assert argv[1:8] == ["store", "janitor", "--path", before["store"], "--capacity", str(2**30), "--ttl"]
+    assert "janitor    ready" in epd.run("ps").stdout
+    assert epd.run("logs", "janitor").stdout == "janitor | hello from janitor\n"
+    os.kill(janitor["pid"], signal.SIGKILL)
+    until(lambda: named(epd.state(), "janitor")["restarts"] == 1, "a restart")
+    after = named(epd.until_ready(), "janitor")
+    assert (after["port"], after["pid"] == janitor["pid"]) == (janitor["port"], False)
+    end(epd)
+
+
+@pytest.mark.parametrize("tiers", ["memory", "both"])
+def test_memory_is_made_bounded_and_removed(epd: Epd, document: Document, tiers: str) -> None:
+    store: dict[str, Any] = {"sharedMemory": {}} | ({"sharedStorage": {}} if tiers == "both" else {})
+    document.write(store=store)
+    started = epd.run("up", "-d", "-f", document.path, "--port", "0")
+    assert started.returncode == 0, started.stdout + started.stderr
+    state = epd.until_ready()
+    memory = Path(state["memory"])
+    names = {"ec_producer-was-here", "ec_consumer-was-here", "janitor-was-here"}
+    assert {one.name for one in memory.iterdir()} == names
+    assert (state["store"] is None) == (tiers == "memory")
+    engine = get(f"http://127.0.0.1:{named(state, 'encoder-0')['port']}/health")
+    config = json.loads(engine["argv"][engine["argv"].index("--ec-transfer-config") + 1])
+    extra = config["ec_connector_extra_config"]
+    capacity = extra.get("memory", extra)["capacity"]
+    size = os.statvfs(memory)
+    assert 0 < capacity <= size.f_blocks * size.f_frsize // 4
+    assert epd.run("down").returncode == 0
+    assert not memory.exists()
+    epd.assert_nothing_left()
+
+
+@pytest.mark.parametrize("next_command", ["down", "up"])
+def test_memory_of_a_killed_run_is_removed(epd: Epd, document: Document, next_command: str) -> None:
+    document.write(store={"sharedMemory": {"capacity": "1Mi"}})
+    assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+    state = epd.until_ready()
+    memory = Path(state["memory"])
+    (memory / "left").touch()
+    os.kill(state["supervisor"], signal.SIGKILL)
+    until(lambda: not epd.processes(), "its children follow it")
+    assert (memory / "left").exists()
+    if next_command == "up":
+        assert epd.run("up", "-d", "-f", document.path, "--port", "0").returncode == 0
+        assert not (memory / "left").exists()
+    assert epd.run("down").returncode == 0
+    assert not memory.exists()
     epd.assert_nothing_left()
 
 

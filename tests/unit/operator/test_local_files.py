@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from epd_operator.local.errors import LocalError
 from epd_operator.local.logs import LogFile, follow, tail
+from epd_operator.local.memory import budget, is_tmpfs, make_memory, memory_directory
 from epd_operator.local.ports import check_port, free_ports
 from epd_operator.local.process import describe_exit, restart_delay
 from epd_operator.local.progress import LineProgress, LiveProgress
@@ -100,6 +102,68 @@ def test_a_run_directory_that_cannot_be_made_names_the_way_out(home: Path) -> No
     home.write_text("a file where the directory should be")
     with pytest.raises(LocalError, match="XDG_STATE_HOME"), RunDirectory("a") as directory:
         directory.claim()
+
+
+MOUNTS = """\
+22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/root rw
+23 22 0:21 / /dev/shm rw,nosuid - tmpfs tmpfs rw,size=1g
+24 22 0:22 / /mnt/once rw - tmpfs tmpfs rw
+25 22 0:23 / /mnt/once rw master:1 - ext4 /dev/a rw
+odd line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "found"), [("/dev/shm", True), ("/", False), ("/mnt/once", False), ("/dev", False)]
+)
+def test_a_tmpfs_is_known_by_what_is_mounted_last(path: str, found: bool) -> None:
+    assert is_tmpfs(Path(path), MOUNTS) is found
+
+
+def test_without_a_tmpfs_memory_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"sharedMemory: needs a tmpfs at .*; mount one there, or use"):
+        budget(None, tmp_path)
+
+
+def test_memory_is_what_was_asked_for_or_a_quarter_of_what_is_free() -> None:
+    assert budget(4096).capacity == 4096
+    assert budget(4096).note == ""
+    granted = budget(10 << 60)
+    found = os.statvfs("/dev/shm")
+    assert 0 < granted.capacity <= found.f_blocks * found.f_frsize // 4
+    assert (
+        f"takes {granted.capacity >> 20} MiB, not {10 << 40} MiB: a quarter of what is free" in granted.note
+    )
+    assert ", not" not in budget(None).note
+
+
+def test_memory_goes_with_its_run_and_runs_of_one_name_have_their_own(home: Path) -> None:
+    with RunDirectory("a") as directory:
+        directory.claim()
+        assert directory.memory.parent == Path("/dev/shm")
+        assert directory.memory != memory_directory(home / "other" / "a")
+        make_memory(directory.memory)
+        assert directory.memory.stat().st_mode & 0o777 == 0o700
+        (directory.memory / "arena").write_bytes(b"x")
+        with pytest.raises(LocalError, match="--name"):
+            make_memory(directory.memory)
+    assert not directory.memory.exists()
+
+
+def test_claiming_removes_the_memory_of_a_killed_run_and_nothing_else(home: Path, tmp_path: Path) -> None:
+    directory = RunDirectory("a")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    try:
+        make_memory(directory.memory)
+        with directory:
+            directory.claim()
+            assert not directory.memory.exists()
+            directory.memory.symlink_to(kept)
+        assert kept.exists()
+        assert directory.memory.is_symlink(), "not what we made"
+    finally:
+        directory.memory.unlink(missing_ok=True)
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:

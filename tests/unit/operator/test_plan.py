@@ -1,15 +1,15 @@
 """From a document to processes, and what is refused on the way."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from epd_operator.api import EPDDeployment, parse_document
-from epd_operator.local.plan import Machine, Plan, engine_count, make_plan
-from epd_operator.local.review import notes, refusals
+from epd_operator.local.plan import Machine, Plan, make_plan, port_count
+from epd_operator.local.review import refusals
+from epd_operator.wire import StorePlaces
 
 
 def deployment(**spec: Any) -> EPDDeployment:
@@ -30,18 +30,21 @@ def planned(wanted: EPDDeployment, **changes: Any) -> Plan:
         "cores": 8,
         "environment": {},
         "model": "/m/digits-vl",
-        "store": Path("/run/store"),
+        "places": StorePlaces("/run/store", None, None),
         "host": "127.0.0.1",
         "proxy_port": 8000,
-        "engine_ports": [1001, 1002, 1003, 1004],
+        "ports": [1000, 1001, 1002, 1003, 1004],
     }
     return make_plan(wanted, "digits", Machine(**{**machine, **changes}))
 
 
 def test_each_role_gets_its_own_command_line_and_the_proxy_knows_them_all() -> None:
     plan = planned(deployment(roles={"encoder": {"replicas": 2}, "pd": {}}))
-    assert [process.name for process in plan.processes] == ["encoder-0", "encoder-1", "pd-0", "proxy"]
-    encoder, _, pd, proxy = plan.processes
+    assert [process.name for process in plan.processes] == [
+        *("encoder-0", "encoder-1", "pd-0"),
+        *("janitor", "proxy"),
+    ]
+    encoder, _, pd, janitor, proxy = plan.processes
     assert encoder.argv[:-1] == (
         *("/bin/epd-engine", "serve", "/m/digits-vl", "--host", "127.0.0.1", "--port", "1001"),
         *("--served-model-name", "digits-vl", "--drain-timeout", "30", "--ec-transfer-config"),
@@ -52,13 +55,17 @@ def test_each_role_gets_its_own_command_line_and_the_proxy_knows_them_all() -> N
         "ec_connector_extra_config": {"shared_storage_path": "/run/store"},
     }
     assert json.loads(pd.argv[-1])["ec_role"] == "ec_consumer"
+    assert janitor.argv == (
+        *("/bin/epd-engine", "store", "janitor", "--path", "/run/store", "--capacity", "9663676416"),
+        *("--host", "127.0.0.1", "--port", "1000"),
+    )
     assert proxy.argv == (
         *("/bin/epd-proxy", "--host", "127.0.0.1", "--port", "8000", "--drain-timeout", "30"),
         *("--encoder", "http://127.0.0.1:1001", "--encoder", "http://127.0.0.1:1002"),
         *("--pd", "http://127.0.0.1:1003"),
     )
     assert plan.address == "http://127.0.0.1:8000"
-    assert engine_count(deployment(roles={"encoder": {"replicas": 2}, "pd": {}})) == 3
+    assert port_count(deployment(roles={"encoder": {"replicas": 2}, "pd": {}})) == 4
 
 
 def test_time_limits_arguments_and_environment_of_a_role_reach_its_processes_alone() -> None:
@@ -68,7 +75,7 @@ def test_time_limits_arguments_and_environment_of_a_role_reach_its_processes_alo
         "extraArgs": ["--port", "9"],
         "env": [{"name": "A", "value": "1"}, {"name": "OMP_NUM_THREADS", "value": "3"}],
     }
-    encoder, pd, _ = planned(deployment(roles={"encoder": role, "pd": {}})).processes
+    encoder, pd, _, _ = planned(deployment(roles={"encoder": role, "pd": {}})).processes
     assert (encoder.startup_timeout, encoder.drain_timeout) == (90, 5)
     assert (pd.startup_timeout, pd.drain_timeout) == (600, 30)
     assert encoder.argv[-2:] == ("--port", "9"), "what the user appends comes last, so that it wins"
@@ -80,7 +87,7 @@ def test_time_limits_arguments_and_environment_of_a_role_reach_its_processes_alo
 @pytest.mark.parametrize(("cores", "encoders", "threads"), [(8, 1, "4"), (8, 3, "2"), (1, 2, "1")])
 def test_engines_share_the_cores(cores: int, encoders: int, threads: str) -> None:
     plan = planned(deployment(roles={"encoder": {"replicas": encoders}, "pd": {}}), cores=cores)
-    assert {process.env["OMP_NUM_THREADS"] for process in plan.processes[:-1]} == {threads}
+    assert {process.env["OMP_NUM_THREADS"] for process in plan.processes[:-2]} == {threads}
 
 
 def test_threads_that_the_user_chose_are_kept() -> None:
@@ -116,7 +123,6 @@ ROLES: dict[str, Any] = {"encoder": {}, "pd": {}}
             "spec.roles: `epd up` cannot run `prefill`",
         ),
         ({"engine": {"type": "vllm"}}, "spec.engine.type: `epd up` cannot run vllm yet"),
-        ({"ecStore": {"sharedMemory": {}}}, "spec.ecStore.sharedMemory: `epd up` cannot run it yet"),
         (
             {"ecStore": {"sharedStorage": {"existingClaim": "a"}}},
             "spec.ecStore.sharedStorage.existingClaim: there are no claims on this machine",
@@ -128,6 +134,15 @@ ROLES: dict[str, Any] = {"encoder": {}, "pd": {}}
         ({"roles": {"encoder": {}, "pd": {"replicas": 0}}}, "spec.roles.pd.replicas: is 0"),
         ({"proxy": {"replicas": 2}}, "spec.proxy.replicas: `epd up` runs one proxy"),
         ({"paused": True}, "spec.paused: is true"),
+        (
+            {
+                "ecStore": {
+                    "sharedStorage": {},
+                    "janitor": {"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {}}}]},
+                }
+            },
+            "spec.ecStore.janitor.env[0].valueFrom: there is no cluster to take KEY from",
+        ),
         (
             {"proxy": {"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {}}}]}},
             "spec.proxy.env[0].valueFrom: there is no cluster to take KEY from",
@@ -146,11 +161,37 @@ def test_a_claim_can_be_replaced_by_a_directory() -> None:
     assert refusals(wanted, own_store=True) == []
 
 
-def test_what_is_left_undone_without_harm_is_noted() -> None:
-    wanted = deployment(ecStore={"sharedStorage": {"capacity": "1Gi", "ttl": "1h"}})
+def test_a_store_in_memory_alone_has_no_files_to_keep() -> None:
+    wanted = deployment(ecStore={"sharedMemory": {"existingClaim": "a"}})
     assert refusals(wanted, own_store=False) == []
-    assert [note.partition(":")[0] for note in notes(wanted)] == [
-        "spec.ecStore.sharedStorage.capacity",
-        "spec.ecStore.sharedStorage.ttl",
-    ]
-    assert notes(deployment()) == []
+    (reason,) = refusals(wanted, own_store=True)
+    assert reason.endswith("remove --store")
+
+
+def test_capacity_and_ttl_are_the_janitors() -> None:
+    store = {"sharedStorage": {"capacity": "1Gi", "ttl": "1h"}, "janitor": {"extraArgs": ["--interval", "1"]}}
+    janitor = planned(deployment(ecStore=store)).processes[-2]
+    assert janitor.argv[5:9] == ("--capacity", str(2**30), "--ttl", "3600")
+    assert janitor.argv[-2:] == ("--interval", "1")
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_memory_has_the_size_that_this_machine_gives(tiers: int) -> None:
+    store: dict[str, Any] = {"sharedMemory": {"leaseTimeout": "5s"}}
+    if tiers == 2:
+        store |= {"sharedStorage": {}, "write": "back"}
+    places = StorePlaces("/run/store" if tiers == 2 else None, "/dev/shm/x", 1000)
+    plan = planned(deployment(ecStore=store), places=places)
+    config = json.loads(plan.processes[0].argv[-1])
+    memory = {"path": "/dev/shm/x", "capacity": 1000, "lease_seconds": 5.0}
+    if tiers == 2:
+        assert config["ec_connector_extra_config"] == {
+            "memory": memory,
+            "storage": {"shared_storage_path": "/run/store"},
+            "write": "back",
+        }
+    else:
+        assert config["ec_connector_extra_config"] == memory
+    argv = plan.processes[-2].argv
+    assert argv[argv.index("--memory-path") + 1] == "/dev/shm/x"
+    assert ("--path" in argv) == (tiers == 2)

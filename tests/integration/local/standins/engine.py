@@ -1,4 +1,5 @@
-"""Behaves like `epd-engine serve` as far as `epd up` can see; its environment says what goes wrong."""
+"""Behaves like `epd-engine serve` and `epd-engine store janitor` as far as `epd up` can see; its environment
+says what goes wrong."""
 
 import argparse
 import http.server
@@ -11,14 +12,19 @@ import threading
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-parser.add_argument("command", choices=["serve"])
-parser.add_argument("model")
-for flag in ("--host", "--served-model-name", "--ec-transfer-config", "--drain-timeout"):
-    parser.add_argument(flag, required=True)
-parser.add_argument("--port", type=int, required=True)
-parser.add_argument("--greeting", default="hello")
+commands = parser.add_subparsers(dest="command", required=True)
+serve = commands.add_parser("serve")
+serve.add_argument("model")
+for flag in ("--served-model-name", "--ec-transfer-config", "--drain-timeout"):
+    serve.add_argument(flag, required=True)
+serve.add_argument("--greeting", default="hello")
+janitor = commands.add_parser("store").add_subparsers(required=True).add_parser("janitor")
+for flag in ("--path", "--memory-path", "--capacity", "--ttl"):
+    janitor.add_argument(flag)
+for command in (serve, janitor):
+    command.add_argument("--host", required=True)
+    command.add_argument("--port", type=int, required=True)
 options = parser.parse_args()
-transfer = json.loads(options.ec_transfer_config)
 
 if reason := os.environ.get("STANDIN_FAIL"):
     sys.exit(f"cannot start: {reason}")
@@ -47,9 +53,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-store = Path(transfer["ec_connector_extra_config"]["shared_storage_path"])
-(store / f"{transfer['ec_role']}-was-here").touch()
-print(f"{options.greeting} from {transfer['ec_role']}")
+if options.command == "serve":
+    transfer = json.loads(options.ec_transfer_config)
+    name, greeting, extra = transfer["ec_role"], options.greeting, transfer["ec_connector_extra_config"]
+    tiers = [extra.get("storage", extra), extra.get("memory", extra)]
+    stores = [
+        tier[key] for tier, key in zip(tiers, ("shared_storage_path", "path"), strict=True) if key in tier
+    ]
+else:
+    name, greeting = "janitor", "hello"
+    stores = [path for path in (options.path, options.memory_path) if path]
+for store in stores:
+    (Path(store) / f"{name}-was-here").touch()
+print(f"{greeting} from {name}")
 server = http.server.ThreadingHTTPServer((options.host, options.port), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 while True:
