@@ -1,6 +1,7 @@
 """Putting an instance together: checkpoint, family, connector, scheduler and runner for its role."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from epd_engine.core.output import ModelRunnerOutput, RequestUpdate, SchedulerOu
 from epd_engine.core.request import Request, RequestError
 from epd_engine.core.sampling import SamplingParams
 from epd_engine.core.scheduler import Scheduler, SchedulerInterface, SchedulerLimits
+from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.base import ECConnectorBase, ECConnectorRole, ECModelIdentity
 from epd_engine.ec_transfer.factory import ECConnectorFactory
 from epd_engine.models.base import ModelFamily
@@ -133,6 +135,10 @@ class Engine:
                 for update in self.step():
                     if update.error is not None:
                         raise update.error
+
+    def ec_statistics(self) -> Mapping[str, TransferStats]:
+        """What the connector's worker side has moved, by tier of the store."""
+        return self._connectors_made[1].statistics() if self._connectors_made else {}
 
     def describe(self) -> dict[str, Any]:
         """What an operator wants to see in the log once."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from epd_engine.ec_store.entry import Expectation
+from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.config import ECTransferConfig
 
 if TYPE_CHECKING:
@@ -153,6 +154,10 @@ class ECConnectorBase(ABC):
     @abstractmethod
     def get_finished(self) -> ECConnectorOutput:
         """What was done since the last call."""
+
+    def statistics(self) -> Mapping[str, TransferStats]:
+        """What this side has moved since start, by tier of the store."""
+        return {}
 
     def shutdown(self) -> None:  # noqa: B027
         """Releases what the connector holds."""

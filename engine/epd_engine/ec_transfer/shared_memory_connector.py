@@ -59,6 +59,8 @@ class SharedMemoryPlan(StorePlan):
 class ECSharedMemoryConnector(StoreConnector):
     """Producers write their own arena and share the capacity evenly; consumers copy out of all of them."""
 
+    tier = "memory"
+
     def __init__(self, config: ECTransferConfig, role: ECConnectorRole, identity: ECModelIdentity):
         """Raises `ECConfigError`, also where `path` is on no tmpfs or the capacity does not fit."""
         extra = _read(config)
@@ -199,6 +201,7 @@ class ECSharedMemoryConnector(StoreConnector):
         if mm_hash in plan.refused:
             self._output.failed_sending[mm_hash] = plan.refused[mm_hash]
             return
+        begun = time.perf_counter()
         try:
             if self._writer is None or not self._writer.is_linked:
                 self._writer = self._make_arena()
@@ -214,6 +217,7 @@ class ECSharedMemoryConnector(StoreConnector):
             self._output.failed_sending[mm_hash] = str(error)
         else:
             self._output.finished_sending.add(mm_hash)
+            self.transfers.saved(encoder_cache[mm_hash].nbytes, time.perf_counter() - begun)
 
     def wait_for_save(self) -> None:
         """A save is over when `save_caches` returns: it is a copy within memory."""

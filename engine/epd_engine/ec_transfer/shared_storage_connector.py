@@ -1,8 +1,10 @@
 """`ECSharedStorageConnector`: entries as files on a volume that every instance mounts."""
 
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -31,8 +33,17 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class _Save:
+    future: Future[None]
+    num_bytes: int
+    begun: float
+
+
 class ECSharedStorageConnector(StoreConnector):
     """Producers save what they encode, consumers load it; the store's files are all they share."""
+
+    tier = "storage"
 
     def __init__(self, config: ECTransferConfig, role: ECConnectorRole, identity: ECModelIdentity):
         extra = _read(config)
@@ -56,7 +67,7 @@ class ECSharedStorageConnector(StoreConnector):
             _make_root(root)
         # Scheduler side: what is being saved. Worker side: the same, with what becomes of it.
         self._saving: set[str] = set()
-        self._saves: dict[str, Future[None]] = {}
+        self._saves: dict[str, _Save] = {}
         saves_here = role is ECConnectorRole.WORKER and config.is_producer
         self._saver = GroupCommit(self.store) if saves_here else None
 
@@ -88,20 +99,25 @@ class ECSharedStorageConnector(StoreConnector):
         entry = NewEntry(
             mm_hash, encoder_cache[mm_hash], self.identity.fingerprint, item.modality, item.metadata
         )
-        self._saves[mm_hash] = self._saver.submit(entry)
+        begun = time.perf_counter()
+        self._saves[mm_hash] = _Save(self._saver.submit(entry), entry.tensor.nbytes, begun)
 
     def wait_for_save(self) -> None:
-        wait(self._saves.values())
+        wait([save.future for save in self._saves.values()])
 
     def get_finished(self) -> ECConnectorOutput:
-        for key in [key for key, save in self._saves.items() if save.done()]:
+        for key, save in list(self._saves.items()):
+            if not save.future.done():
+                continue
+            del self._saves[key]
             try:
-                self._saves.pop(key).result()
+                save.future.result()
             except StoreError as error:
                 log.error("entry %s cannot be saved: %s", key, error)
                 self._output.failed_sending[key] = str(error)
             else:
                 self._output.finished_sending.add(key)
+                self.transfers.saved(save.num_bytes, time.perf_counter() - save.begun)
         return super().get_finished()
 
     def shutdown(self) -> None:

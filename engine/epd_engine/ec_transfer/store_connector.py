@@ -5,12 +5,13 @@ import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreError
 from epd_engine.ec_store.leases import Acknowledgements, LeaseTable
+from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -38,12 +39,14 @@ class StorePlan(ECConnectorMetadata):
 
 
 class StoreConnector(ECConnectorBase):
-    """One side of a connector over a store whose entries lie below `base`.
+    """One side of a connector over a store whose entries lie below `base`; `tier` is the store's kind.
 
     Leases belong to the scheduler side: one from the look-up of an item until its load has come back, and one
     of the producer's own from an item's publication until a reader has acknowledged it, which stands for
     the reader that is on its way.
     """
+
+    tier: ClassVar[str]
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class StoreConnector(ECConnectorBase):
         self.leases = LeaseTable(base, lease_seconds)
         self._acknowledgements = Acknowledgements(base) if config.is_producer else None
         self._asked = 0.0
+        self.transfers = TransferStats()
         self._output = ECConnectorOutput()
         self._plan = self._new_plan()
 
@@ -119,14 +123,19 @@ class StoreConnector(ECConnectorBase):
 
     def load_item(self, item: "MediaItem", encoder_cache: dict[str, torch.Tensor]) -> bool:
         """Loads one item and keeps account of it; whether it is in the cache now."""
+        begun = time.perf_counter()
         try:
-            encoder_cache[item.mm_hash] = self._load(item)
+            tensor = encoder_cache[item.mm_hash] = self._load(item)
         except StoreError as error:
             log.warning("entry %s cannot be loaded: %s", item.mm_hash, error)
             self._output.failed_recving[item.mm_hash] = str(error)
             return False
+        self.transfers.loaded(tensor.nbytes, time.perf_counter() - begun)
         self._output.finished_recving.add(item.mm_hash)
         return True
+
+    def statistics(self) -> dict[str, TransferStats]:
+        return {self.tier: self.transfers}
 
     @property
     def has_failed_saves(self) -> bool:

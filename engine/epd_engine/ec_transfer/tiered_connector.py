@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -182,6 +183,9 @@ class ECTieredConnector(ECConnectorBase):
         }
         output.tiers = {MEMORY: in_memory, STORAGE: in_files}
         return output
+
+    def statistics(self) -> dict[str, TransferStats]:
+        return self.memory.statistics() | self.storage.statistics()
 
     def shutdown(self) -> None:
         self.memory.shutdown()

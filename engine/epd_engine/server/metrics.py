@@ -1,11 +1,12 @@
 """Prometheus metrics of one instance, prefix `epd_engine_`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.engine import Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -81,3 +82,18 @@ class _EngineCollector(Collector):
             ("ec_save_failures", "Items that could not be published", stats.ec_save_failures),
         ):
             yield CounterMetricFamily(f"epd_engine_{name}", text, value)
+        yield from _transfers(engine.ec_statistics())
+
+
+def _transfers(statistics: Mapping[str, TransferStats]) -> Iterator[Metric]:
+    """What went through each tier of the EC store."""
+    for name, text in (
+        ("load_bytes", "Bytes loaded from the EC store"),
+        ("load_seconds", "Seconds spent on loads from the EC store"),
+        ("save_bytes", "Bytes published in the EC store"),
+        ("save_seconds", "Seconds from a save's begin until it was durable and visible"),
+    ):
+        family = CounterMetricFamily(f"epd_engine_ec_{name}", text, labels=["tier"])
+        for tier, transfers in statistics.items():
+            family.add_metric([tier], getattr(transfers, name))
+        yield family

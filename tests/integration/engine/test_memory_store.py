@@ -84,3 +84,12 @@ def test_a_killed_encoder_leaves_nothing_that_its_successor_does_not_sweep(pair:
     pair.encoder.wait_ready()
     assert pair.ask(question(22)).status_code == 200
     assert len(before - set(pair.arenas)) == 1
+
+
+def test_metrics_say_what_went_through_which_tier(pair: Pair) -> None:
+    before = pair.pd.metric("epd_engine_ec_load_bytes_total", tier="memory")
+    assert pair.ask(question(41)).status_code == 200
+    loaded = pair.pd.metric("epd_engine_ec_load_bytes_total", tier="memory") - before
+    assert loaded > 0
+    assert pair.encoder.metric("epd_engine_ec_save_bytes_total", tier="memory") >= loaded
+    assert (pair.encoder.metric("epd_engine_ec_save_bytes_total", tier="storage") > 0) == bool(pair.volume)

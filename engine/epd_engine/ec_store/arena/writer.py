@@ -241,7 +241,7 @@ class _IndexChange:
 
 
 def check_mount(directory: Path, geometry: Geometry) -> None:
-    """Makes `directory`; raises `StoreUnavailable` where it is on no tmpfs or on one too small, or OSError."""
+    """Makes `directory`. Raises OSError, and `StoreUnavailable` on no tmpfs or one too small."""
     kind = filesystem_type(directory)
     if kind not in MEMORY_TYPES:
         raise StoreUnavailable(
