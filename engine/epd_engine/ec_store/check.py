@@ -22,13 +22,19 @@ def check_file(path: Path | str) -> PlainHeader:
         start, file_bytes = read_start(descriptor)
         header, offset = parse_header(memoryview(start), file_bytes, PlainHeader, foreign=True)
         if header.checksum:
-            digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-            for at in range(offset, file_bytes, CHUNK):
-                part = buffer[: min(CHUNK, file_bytes - at)]
-                read_into(descriptor, part, at)
-                digest.update(part)
-            if digest.hexdigest() != header.checksum:
-                raise EntryDamaged("the payload does not match its checksum")
+            check_payload(descriptor, offset, header)
         return header
     finally:
         os.close(descriptor)
+
+
+def check_payload(descriptor: int, offset: int, header: PlainHeader) -> None:
+    """The payload of an open entry against the checksum in its header. Raises `EntryDamaged` or OSError."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK, header.payload_bytes)))
+    end = offset + header.payload_bytes
+    for at in range(offset, end, CHUNK):
+        part = buffer[: min(CHUNK, end - at)]
+        read_into(descriptor, part, at)
+        digest.update(part)
+    if digest.hexdigest() != header.checksum:
+        raise EntryDamaged("the payload does not match its checksum")

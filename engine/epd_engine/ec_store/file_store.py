@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import xxhash
 
+from epd_engine.ec_store.check import check_payload
 from epd_engine.ec_store.credit import WriterCredit
 from epd_engine.ec_store.entry import (
     EntryHeader,
@@ -95,7 +96,8 @@ class FileStore:
     def probe(
         self, key: str, expected: Expectation, *, deep: bool = False, patient: bool = False
     ) -> EntryHeader:
-        """The header of a usable entry; `deep` reads the payload against its checksum too.
+        """The header of a usable entry; `deep` reads the payload against its checksum too,
+        unless the store never verifies.
 
         `patient`: the caller knows that the entry is there, so on a volume whose view may be old it is
         looked for again for up to half a second. Raises `EntryMissing`, `EntryDamaged`, `StoreUnavailable`
@@ -104,9 +106,9 @@ class FileStore:
 
         def read(descriptor: int) -> EntryHeader:
             header, offset = self._header(descriptor, expected)
-            if deep:
-                payload = memoryview(bytearray(header.payload_bytes))
-                _fill(payload, descriptor, offset, header, self._verify != "never")
+            if deep and self._verify != "never" and not header.foreign:
+                _need_checksum(header)
+                check_payload(descriptor, offset, header)
             return header
 
         return self._read(key, read, patient)
@@ -265,8 +267,7 @@ def _fill(payload: memoryview, descriptor: int, offset: int, header: EntryHeader
     if not verify or header.foreign:
         read_into(descriptor, payload, offset)
         return
-    if not header.checksum:
-        raise EntryDamaged("the entry carries no checksum: its writer's option `verify` is `never`")
+    _need_checksum(header)
     digest = xxhash.xxh3_128()
     for at in range(0, len(payload), VERIFY_CHUNK):
         part = payload[at : at + VERIFY_CHUNK]
@@ -274,6 +275,11 @@ def _fill(payload: memoryview, descriptor: int, offset: int, header: EntryHeader
         digest.update(part)
     if digest.hexdigest() != header.checksum:
         raise EntryDamaged("the payload does not match its checksum")
+
+
+def _need_checksum(header: EntryHeader) -> None:
+    if not header.checksum:
+        raise EntryDamaged("the entry carries no checksum: its writer's option `verify` is `never`")
 
 
 def _mark_used(descriptor: int) -> None:
