@@ -25,12 +25,12 @@ def test_a_resource_gets_all_its_children_and_a_status(
         plural: sorted(one["metadata"]["name"] for one in items) for plural, items in world.children().items()
     }
     assert names == {
-        "deployments": ["demo-encoder", "demo-pd", "demo-proxy"],
+        "deployments": ["demo-encoder", "demo-janitor", "demo-pd", "demo-proxy"],
         "services": ["demo-encoder", "demo-pd", "demo-proxy"],
         "serviceaccounts": ["demo-engine", "demo-proxy"],
         "roles": ["demo-proxy"],
         "rolebindings": ["demo-proxy"],
-        "networkpolicies": ["demo-engine", "demo-proxy"],
+        "networkpolicies": ["demo-engine", "demo-janitor", "demo-proxy"],
         "persistentvolumeclaims": ["demo-store"],
         "horizontalpodautoscalers": [],
         "poddisruptionbudgets": ["demo-encoder", "demo-pd", "demo-proxy"],
@@ -165,6 +165,12 @@ def test_a_paused_resource_is_left_alone(world: World, shared_operator: Operator
             "spec.roles: prefill and decode do not run yet",
         ),
         ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.type"),
+        # Else the claim would be pruned, with all that is in it.
+        (
+            {"ecStore": {"sharedStorage": {"existingClaim": "demo-store"}}},
+            "InvalidSpec",
+            "demo-store is the name of the claim that the operator makes",
+        ),
         (
             {"ecStore": {"sharedStorage": {"claimTemplate": {"size": "1Gi"}}}},
             "InvalidSpec",
