@@ -94,6 +94,9 @@ class EncodeScheduler:
             self._end(request)
         return [RequestUpdate(r.request_id, error=error) for r in failed]
 
+    def problems(self) -> list[str]:
+        return self._planner.cache.problems()
+
     def _place(self, request: Request, step: SchedulerOutput) -> bool:
         """Hands out what there is room for, in order; whether that was all."""
         progress = self._progress[request.request_id]

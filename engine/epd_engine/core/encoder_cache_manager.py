@@ -92,6 +92,15 @@ class EncoderCacheManager:
             self._freeable.pop(mm_hash, None)
             self._forget(mm_hash)
 
+    def problems(self) -> list[str]:
+        """What does not add up at rest, when no request holds anything."""
+        held = [key for key, entry in self._entries.items() if entry.references]
+        found = [f"item {held[0]} is referenced by nobody that lives"] if held else []
+        used = sum(entry.item.num_embeds for entry in self._entries.values())
+        if used != self._used or len(self._freeable) + len(held) != len(self._entries):
+            found.append(f"{self._used} embeddings on the books, {used} in the cache")
+        return found
+
     def take_freed(self) -> list[str]:
         """Hashes evicted since the last call. The runner frees them before it loads or encodes, so an
         item that was evicted and has come back within one step is made anew (vllm#52482)."""

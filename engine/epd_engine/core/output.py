@@ -39,6 +39,8 @@ class SchedulerOutput:
     # Requests of an encode-only instance with items in this step or still being saved.
     encode_requests: list[Request] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
+    # Prompt tokens that requests admitted in this step took over from others.
+    cached_prompt_tokens: int = 0
     # Whether the step ends only when all saves have; an encoder with more to encode goes on meanwhile.
     wait_for_saves: bool = True
 

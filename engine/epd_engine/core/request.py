@@ -68,6 +68,7 @@ class Request:
 
     `positions` is `[axes, num_prompt_tokens]` int64; a generated token at index i has position
     `i + position_delta` on every axis. `num_computed_tokens` counts tokens whose KV is in the cache.
+    `cache_salt` keeps tenants' prefixes apart; a lower `priority` is served earlier.
     """
 
     request_id: str
@@ -77,12 +78,24 @@ class Request:
     media: list[MediaItem]
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
+    priority: int = 0
+    arrival: int = 0
+    """Its place among all that were ever added."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were taken over from another request."""
     block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     # The store is probed once per item: the answer, by item index.
     in_store: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower is served earlier and preempted later."""
+        return self.priority, self.arrival
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,12 +5,13 @@ under one token budget, and a request waits before a picture that is not there y
 """
 
 import logging
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
-from epd_engine.core.kv_blocks import BlockPool
+from epd_engine.core.kv_blocks import BlockPool, block_hashes
 from epd_engine.core.media_planner import MediaPlanner, Placement, missing_item_error
 from epd_engine.core.output import Chunk, ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from epd_engine.core.request import FinishReason, Request, RequestError, RequestStatus
@@ -34,6 +35,9 @@ class SchedulerInterface(Protocol):
     def fail_step(self, step: SchedulerOutput, error: RequestError) -> list[RequestUpdate]:
         """Ends every request of a step that could not be executed."""
 
+    def problems(self) -> list[str]:
+        """What does not add up when there are no requests: leaks, in words."""
+
     @property
     def num_running(self) -> int: ...
 
@@ -54,8 +58,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, planner: MediaPlanner):
         self._limits, self._pool, self._planner = limits, pool, planner
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._arrivals = 0
+        self._waiting: list[Request] = []  # by rank
+        self._running: list[Request] = []  # by rank: who is preempted has no chunk in this step yet
         self._errors: list[RequestUpdate] = []
 
     @property
@@ -68,8 +73,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._planner.check_admissible(request)
+        self._arrivals += 1
+        request.arrival = self._arrivals
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        insort(self._waiting, request, key=attrgetter("rank"))
 
     def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -96,11 +103,15 @@ class Scheduler:
                 budget -= self._schedule_chunk(request, budget, step)
         while self._waiting and not preempted and budget > 0 and self.num_running < self._limits.max_num_seqs:
             request = self._waiting[0]
+            self._take_over_prefix(request)
             if not self._has_room(request, budget):
+                self._pool.release(request.block_ids)
+                request.num_computed_tokens = request.num_cached_tokens = 0
                 break
-            self._waiting.popleft()
+            del self._waiting[0]
             request.status = RequestStatus.RUNNING
-            self._running.append(request)
+            step.cached_prompt_tokens += request.num_cached_tokens
+            insort(self._running, request, key=attrgetter("rank"))
             budget -= self._schedule_chunk(request, budget, step)
         step.freed_encoder_hashes = self._planner.cache.take_freed()
         if self._planner.connector is not None:
@@ -119,6 +130,7 @@ class Scheduler:
                     updates.append(self._fail(request, error))
                 continue
             request.num_computed_tokens = chunk.end
+            self._learn_blocks(chunk)
             for index in request.media_in(chunk.start, chunk.end):
                 if request.media[index].end <= chunk.end:
                     self._planner.cache.release(request, index)
@@ -133,6 +145,24 @@ class Scheduler:
         for request, index in step.scheduled_encoder_inputs + step.external_load_encoder_input:
             self._planner.cache.drop(request.media[index].mm_hash)
         return updates + [self._fail(c.request, error) for c in step.chunks if not c.request.is_finished]
+
+    def problems(self) -> list[str]:
+        return self._pool.problems() + self._planner.cache.problems()
+
+    def _take_over_prefix(self, request: Request) -> None:
+        """Holds what is known of the request's beginning. Its last token is computed whatever is known, since
+        the next one is sampled from it; media in a known part are never asked for."""
+        most = (request.num_tokens - 1) // self._pool.block_size
+        hashes = block_hashes(request, self._pool.block_size, most)
+        request.block_ids[:] = self._pool.take_known(hashes)
+        request.num_computed_tokens = len(request.block_ids) * self._pool.block_size
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+
+    def _learn_blocks(self, chunk: Chunk) -> None:
+        size, request = self._pool.block_size, chunk.request
+        first, last = chunk.start // size, chunk.end // size
+        for index, digest in enumerate(block_hashes(request, size, last)[first:last], first):
+            self._pool.learn(request.block_ids[index], digest)
 
     def _has_room(self, request: Request, budget: int) -> bool:
         """Whether KV blocks can be had for the longest chunk of this step; media only shorten it."""
@@ -191,14 +221,14 @@ class Scheduler:
         return RequestUpdate(request.request_id, (token,), reason, ec_transfer_params=params)
 
     def _preempt(self, request: Request) -> None:
-        """By recompute: everything the request holds goes back, and it waits at the head of the queue."""
+        """By recompute: everything the request holds goes back, and it waits where its rank is."""
         log.info("preempted for lack of KV blocks", extra={"request_id": request.request_id})
         self._running.remove(request)
         self._release(request)
         request.num_computed_tokens = 0
         request.in_store.clear()
         request.status = RequestStatus.WAITING
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=attrgetter("rank"))
 
     def _fail(self, request: Request, error: RequestError) -> RequestUpdate:
         self._end(request)

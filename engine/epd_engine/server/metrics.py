@@ -65,6 +65,7 @@ class _EngineCollector(Collector):
                 "Embeddings that a request still needs",
                 engine.encoder_cache.num_referenced,
             ),
+            ("integrity_problems", "Books that did not balance at the last rest", stats.integrity_problems),
             ("model_parameters", "Parameters loaded for this role", parameters),
         ):
             yield GaugeMetricFamily(f"epd_engine_{name}", text, value)
@@ -72,6 +73,7 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("steps", "Steps executed", stats.steps),
             ("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
+            ("cached_prompt_tokens", "Prompt tokens taken over from others", stats.cached_prompt_tokens),
             ("generated_tokens", "Tokens sampled", stats.generated_tokens),
             ("encoder_items", "Media items that went through the tower", encoder.items_encoded),
             ("encoder_embeddings", "Embeddings made by the tower", encoder.embeds_encoded),

@@ -7,7 +7,7 @@ import pytest
 from epd_engine.core.encoder_cache_manager import EncoderCacheManager
 from epd_engine.core.kv_blocks import BlockPool
 from epd_engine.core.media_planner import MediaPlanner
-from epd_engine.core.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
+from epd_engine.core.output import Chunk, ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from epd_engine.core.request import FinishReason, Request, RequestError
 from epd_engine.core.scheduler import Scheduler, SchedulerLimits
 from epd_engine.ec_transfer.base import ECConnectorOutput
@@ -36,6 +36,8 @@ class Bench:
         )
         self.scheduler = Scheduler(SchedulerLimits(seqs, tokens, 128), self.pool, planner)
         self.resident: set[str] = set()
+        # What lies in each slot of the KV memory: the token there, and all that came before it.
+        self.memory: dict[int, object] = {}
 
     def execute(self, step: SchedulerOutput, fail_loads: frozenset[str] = frozenset()) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
@@ -51,9 +53,21 @@ class Bench:
             needed = {chunk.request.media[i].mm_hash for i in chunk.request.media_in(chunk.start, chunk.end)}
             if needed - self.resident:
                 output.skipped.add(chunk.request.request_id)
-            elif chunk.samples:
+                continue
+            self.compute(chunk)
+            if chunk.samples:
                 output.sampled[chunk.request.request_id] = 7
         return output
+
+    def compute(self, chunk: Chunk) -> None:
+        """Attends to what lies before the chunk, and must find the request's own past there."""
+        history = pasts(chunk.request, chunk.end)
+        block_ids, size = chunk.request.block_ids, self.pool.block_size
+        slots = [block_ids[n // size] * size + n % size for n in range(chunk.end)]
+        for n in range(chunk.start):
+            assert self.memory.get(slots[n]) == history[n], "another's KV was taken for one's own"
+        for n in range(chunk.start, chunk.end):
+            self.memory[slots[n]] = history[n]
 
     def step(self, **faults: frozenset[str]) -> tuple[SchedulerOutput, list[RequestUpdate]]:
         step = self.scheduler.schedule()
@@ -72,6 +86,17 @@ class Bench:
     def assert_at_rest(self) -> None:
         assert self.pool.num_free == self.pool.num_blocks
         assert self.cache.num_referenced == 0
+        assert self.scheduler.problems() == []
+
+
+def pasts(of: Request, end: int) -> list[int]:
+    """For each token a number that stands for it and for everything before it, media included."""
+    chain, found = hash(of.cache_salt), []
+    for n, token in enumerate(of.tokens(0, end)):
+        media = [(of.media[i].mm_hash, n - of.media[i].offset) for i in of.media_in(n, n + 1)]
+        chain = hash((chain, token, tuple(media)))
+        found.append(chain)
+    return found
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
@@ -231,16 +256,94 @@ def test_without_blocks_the_last_request_is_preempted_and_still_answers() -> Non
     bench.assert_at_rest()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int) -> None:
-    """Requests, repeated items, failed loads and aborts at any state: nothing leaks, nothing starves."""
+def test_a_prompt_that_begins_like_another_is_not_computed_again() -> None:
+    bench = Bench(tokens=64)
+    bench.scheduler.add(request("r", 18))
+    bench.run()
+    bench.scheduler.add(request("s", 18))
+    step, _ = bench.step()
+    assert [(c.start, c.length) for c in step.chunks] == [(16, 2)]
+    assert step.cached_prompt_tokens == 16
+
+
+def test_a_prompt_that_is_known_whole_is_computed_from_its_last_block_on() -> None:
+    bench = Bench(tokens=64)
+    for name in ("r", "s"):
+        bench.scheduler.add(request(name, 16, max_tokens=1))
+        step, _ = bench.step()
+    assert [(c.start, c.length) for c in step.chunks] == [(12, 4)], "its last token gives the first answer"
+
+
+def test_media_in_a_known_beginning_are_not_asked_for() -> None:
+    bench = Bench(stored={key("a")}, tokens=64)
+    for name in ("r", "s"):
+        bench.scheduler.add(request(name, 18, [item("a", 2, 6)], max_tokens=1))
+        bench.cache.drop(key("a"))
+        step, _ = bench.step()
+    assert step.external_load_encoder_input == []
+    assert step.chunks[0].start == 16
+    assert bench.connector is not None
+    assert bench.connector.probes == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(request("s", 18, [item("b", 2, 6)]), id="another picture"),
+        pytest.param(request("s", 18, [item("a", 1, 6)]), id="the same elsewhere"),
+        pytest.param(request("s", 18), id="none"),
+    ],
+)
+def test_the_same_tokens_over_other_media_are_another_prompt(other: Request) -> None:
+    bench = Bench(stored={key("a"), key("b")}, tokens=64)
+    bench.scheduler.add(request("r", 18, [item("a", 2, 6)]))
+    bench.run()
+    bench.scheduler.add(other)
+    step, _ = bench.step()
+    assert step.chunks[0].start == 0
+
+
+def test_tenants_do_not_share_a_beginning() -> None:
+    bench = Bench(tokens=64)
+    for salt in ("one", "other"):
+        made = request(salt, 18)
+        made.cache_salt = salt
+        bench.scheduler.add(made)
+        step, _ = bench.step()
+    assert step.cached_prompt_tokens == 0
+
+
+def test_a_lower_priority_value_is_served_first_and_preempted_last() -> None:
+    bench = Bench(seqs=1, tokens=64)
+    for name, priority in (("late", 0), ("first", 0), ("urgent", -1)):
+        made = request(name, 4, max_tokens=2)
+        made.priority = priority
+        bench.scheduler.add(made)
+    order = [step.chunks[0].request.request_id for step, _ in (bench.step() for _ in range(6))]
+    assert order == ["urgent", "urgent", "late", "late", "first", "first"]
+    bench = Bench(blocks=6, tokens=64)
+    for name, priority in (("low", 1), ("high", 0)):
+        made = request(name, 10, max_tokens=6)
+        made.priority = priority
+        made.cache_salt = name
+        bench.scheduler.add(made)
+    ends = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        ends += [u.request_id for u in bench.step()[1] if u.is_last]
+    assert ends == ["high", "low"]
+
+
+@pytest.mark.parametrize(("seed", "steps"), [*((seed, 300) for seed in range(8)), (8, 10_000)])
+def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int, steps: int) -> None:
+    """Requests, repeated items and beginnings, failed loads and aborts at any state: nothing leaks, nothing
+    starves, nobody attends to another's past."""
     rng = random.Random(seed)
     names = "abcdefgh"
     sizes = {n: rng.choice([1, 3, 6, 12]) for n in names}
     bench = Bench(stored={key(n) for n in names[:4]}, cache=16, encoder_budget=8, blocks=40, can_compute=True)
     alive: dict[str, Request] = {}
     ended: set[str] = set()
-    for number in range(300):
+    for number in range(steps):
         if rng.random() < 0.4:
             made = random_request(rng, f"r{number}", names, sizes)
             alive[made.request_id] = made
@@ -272,4 +375,7 @@ def random_request(rng: random.Random, name: str, names: str, sizes: dict[str, i
         chosen = rng.choice(names)
         media.append(item(chosen, offset, sizes[chosen], pixels=True))
         offset += sizes[chosen]
-    return request(name, offset + rng.randint(1, 20), media, max_tokens=rng.randint(1, 6))
+    made = request(name, offset + rng.randint(1, 20), media, max_tokens=rng.randint(1, 6))
+    made.priority = rng.choice([0, 0, 0, 1, -1])
+    made.cache_salt = rng.choice(["", "", "tenant"])
+    return made
