@@ -12,6 +12,7 @@ import yaml
 from epd_operator.crd.definition import custom_resource_definition
 from epd_operator.crd.levels import CelLevel
 from epd_operator.main import _parser
+from epd_operator.render.policies import OPERATOR_LABEL
 from tests.integration.chart.programs import CHART, REPOSITORY, Helm, ProgramError
 
 OLD, LOWEST, NEW = "1.20.2", "1.28.0", "1.31.0"
@@ -37,7 +38,7 @@ EVERYTHING: dict[str, Any] = {
     "serviceAccount": {"annotations": {"a": "b"}},
     "metrics": {"port": 9090, "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
     "podAnnotations": {"a": "b"},
-    "podLabels": {"team": "x", "app.kubernetes.io/instance": "never"},
+    "podLabels": {"team": "x", "epd.dev/operator": "no", "app.kubernetes.io/instance": "never"},
     "priorityClassName": "high",
     "nodeSelector": {"kubernetes.io/os": "linux"},
     "tolerations": [{"operator": "Exists"}],
@@ -159,6 +160,7 @@ def test_values_arrive_where_they_belong(offline_helm: Helm) -> None:
     assert deployment["replicas"] == 3
     labels = deployment["template"]["metadata"]["labels"]
     assert labels["team"] == "x"
+    assert labels[OPERATOR_LABEL] == "true", "by which janitors know the operator"
     assert deployment["selector"]["matchLabels"].items() <= labels.items(), (
         "the user cannot break the selector"
     )
