@@ -5,6 +5,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+import yaml
+
 from tests.integration.local.epd_runner import REPOSITORY, Epd, until
 
 EXAMPLES = REPOSITORY / "examples"
@@ -34,6 +37,32 @@ def test_a_picture_is_read_before_and_after_the_encoder_is_killed(real_epd: Epd)
     assert answer(real_epd, url, "three") == "three", "a picture that only the new encoder has seen"
 
     assert real_epd.run("down").returncode == 0
+    real_epd.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tiers", ["both", "memory"])
+def test_a_picture_goes_through_memory_before_and_after_every_process_is_killed(
+    real_epd: Epd, tmp_path: Path, tiers: str
+) -> None:
+    document = yaml.safe_load((EXAMPLES / "memory.yaml").read_text())
+    document["spec"]["model"]["source"] = str(EXAMPLES / "models" / "digits-vl")
+    if tiers == "memory":
+        del document["spec"]["ecStore"]["sharedStorage"], document["spec"]["ecStore"]["write"]
+    path = tmp_path / "memory.yaml"
+    path.write_text(yaml.safe_dump(document))
+    up = real_epd.run("up", "-d", "-f", path, "--port", "0")
+    assert up.returncode == 0, up.stdout + up.stderr
+    state = real_epd.until_ready()
+    url = f"{state['address']}/v1"
+    assert answer(real_epd, url, "seven") == "seven"
+    assert list(Path(state["memory"]).rglob("*.arena"))
+    for process in state["processes"]:
+        os.kill(process["pid"], signal.SIGKILL)
+    until(lambda: all(one["restarts"] == 1 for one in real_epd.state()["processes"]), "restarts")
+    real_epd.until_ready()
+    assert answer(real_epd, url, "seven", "three") == "seven three"
+    assert real_epd.run("down").returncode == 0
+    assert not Path(state["memory"]).exists()
     real_epd.assert_nothing_left()
 
 
