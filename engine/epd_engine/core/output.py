@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd_engine.core.request import FinishReason, Request, RequestError
+from epd_engine.core.sampling import TokenLogprobs
 from epd_engine.ec_transfer.base import ECConnectorMetadata, ECConnectorOutput
 
 
@@ -65,9 +66,12 @@ class SchedulerOutput:
 
 @dataclass
 class ModelRunnerOutput:
-    """What a step did. `skipped` are requests whose media were missing, so that nothing was computed."""
+    """What a step did. `skipped` are requests whose media were missing, so that nothing was computed;
+    `sample_problems` says why no token could be chosen as a request wants it."""
 
     sampled: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    sample_problems: dict[str, str] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
     encode_errors: dict[str, str] = field(default_factory=dict)
     ec_output: ECConnectorOutput = field(default_factory=ECConnectorOutput)
@@ -82,6 +86,8 @@ class RequestUpdate:
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     ec_transfer_params: Mapping[str, Any] | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each new token, where the request asks for them."""
 
     @property
     def is_last(self) -> bool:

@@ -134,8 +134,10 @@ class Scheduler:
             for index in request.media_in(chunk.start, chunk.end):
                 if request.media[index].end <= chunk.end:
                     self._planner.cache.release(request, index)
-            if request.request_id in output.sampled:
-                updates.append(self._append_token(request, output.sampled[request.request_id]))
+            if reason := output.sample_problems.get(request.request_id):
+                updates.append(self._fail(request, RequestError(400, "grammar_failed", reason)))
+            elif request.request_id in output.sampled:
+                updates.append(self._append_token(request, output))
         return updates
 
     def fail_step(self, step: SchedulerOutput, error: RequestError) -> list[RequestUpdate]:
@@ -205,7 +207,8 @@ class Scheduler:
                 chunk.request.in_store[index] = False
         return None
 
-    def _append_token(self, request: Request, token: int) -> RequestUpdate:
+    def _append_token(self, request: Request, output: ModelRunnerOutput) -> RequestUpdate:
+        token, said = output.sampled[request.request_id], output.logprobs.get(request.request_id)
         request.output_token_ids.append(token)
         reason = None
         if token in request.eos_token_ids:
@@ -218,7 +221,8 @@ class Scheduler:
         params = None
         if reason is not None:
             params = self._end(request)
-        return RequestUpdate(request.request_id, (token,), reason, ec_transfer_params=params)
+        logprobs = () if said is None else (said,)
+        return RequestUpdate(request.request_id, (token,), reason, None, params, logprobs)
 
     def _preempt(self, request: Request) -> None:
         """By recompute: everything the request holds goes back, and it waits where its rank is."""

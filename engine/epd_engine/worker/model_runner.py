@@ -81,8 +81,14 @@ class ModelRunner:
         if not sampling:
             return
         logits = self._family.logits(hidden[[end for _, end in sampling]])
-        for (request, _), row in zip(sampling, logits, strict=True):
-            output.sampled[request.request_id] = self._sampler.sample(request, row)
+        self._sample([request for request, _ in sampling], logits, output)
+
+    def _sample(self, requests: Sequence[Request], logits: torch.Tensor, output: ModelRunnerOutput) -> None:
+        chosen = self._sampler.sample(requests, logits)
+        ids = [request.request_id for request in requests]
+        output.sampled.update(zip(ids, chosen.tokens, strict=True))
+        output.logprobs.update((ids[row], said) for row, said in chosen.logprobs.items())
+        output.sample_problems.update((ids[row], reason) for row, reason in chosen.problems.items())
 
     def _chunk_embeds(self, chunk: Chunk) -> torch.Tensor:
         """Embeddings `[length, width]`: the tokens' own, and encoder outputs over the placeholders."""

@@ -1,0 +1,1 @@
+"""What stands between a model's logits and a token, each concern over all rows that ask for it at once."""

@@ -1,0 +1,143 @@
+"""Drawing tokens at random.
+
+A row is drawn by inverting its cumulative distribution at one uniform number, so that a token costs one
+random number and not one per vocabulary entry. Sorting a vocabulary costs a hundred times what its argmax
+does: top-k and top-p look at the best few tokens first, and at more of them only for rows whose share of the
+mass lies deeper. What a row gets never depends on the rows beside it.
+"""
+
+import hashlib
+import random
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from epd_engine.core.sampling import SamplingParams
+
+PREFIXES = (256, 8192)  # how many of the best tokens are looked at, before all of them
+OPEN, MASS = 0, -1
+
+
+def uniform(seed: int | None, position: int) -> float:
+    """A number in [0, 1): of a seeded request a function of the seed and the token's place in its answer, the
+    same on every device and after a preemption."""
+    if seed is None:
+        return random.random()
+    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def draw(logits: torch.Tensor, wanted: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
+    """Token ids `[rows]` int64 from float32 `logits` `[rows, vocab]`, which are overwritten.
+
+    No row is greedy. `uniforms` are in [0, 1), one a row.
+    """
+    device, vocab = logits.device, logits.shape[-1]
+    logits /= torch.tensor([w.temperature for w in wanted], device=device)[:, None]
+    limits = _Limits(
+        torch.tensor([w.top_k if 0 < w.top_k < vocab else vocab for w in wanted], device=device),
+        torch.tensor([w.top_p for w in wanted], device=device),
+        torch.tensor([w.min_p for w in wanted], device=device),
+        torch.tensor(uniforms, device=device),
+    )
+    tokens = torch.empty(len(wanted), dtype=torch.int64, device=device)
+    for kind, rows in _by_kind(wanted, vocab).items():
+        index = torch.tensor(rows, device=device)
+        part = logits if len(rows) == len(wanted) else logits[index]
+        if kind == OPEN:
+            tokens[index] = _draw_open(part, limits.of(index))
+        elif kind == MASS:
+            tokens[index] = _draw_mass(part, limits.of(index))
+        else:
+            tokens[index] = _draw_top_k(part, limits.of(index), kind)
+    return tokens
+
+
+class _Limits:
+    """Parameters of rows, each `[rows]`; a top-k that is off is the vocabulary's size."""
+
+    def __init__(self, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, uniforms: torch.Tensor):
+        self.top_k, self.top_p, self.min_p, self.uniforms = top_k, top_p, min_p, uniforms
+
+    def of(self, rows: torch.Tensor) -> "_Limits":
+        return _Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniforms[rows])
+
+
+def _by_kind(wanted: Sequence[SamplingParams], vocab: int) -> dict[int, list[int]]:
+    """Rows by what they need: nothing ordered, the best by their mass, or at most so many of the best."""
+    kinds: dict[int, list[int]] = {}
+    for row, params in enumerate(wanted):
+        if 0 < params.top_k < vocab:
+            kind = next((p for p in PREFIXES if params.top_k <= p < vocab), vocab)
+        else:
+            kind = MASS if params.top_p < 1 else OPEN
+        kinds.setdefault(kind, []).append(row)
+    return kinds
+
+
+def _draw_open(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    if bool((limits.min_p > 0).any()):
+        floor = logits.amax(-1) + limits.min_p.log()
+        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
+    return _invert(torch.softmax(logits, -1), limits.uniforms)
+
+
+def _draw_top_k(logits: torch.Tensor, limits: _Limits, depth: int) -> torch.Tensor:
+    """Every row's top-k is at most `depth`."""
+    best, ids = _best(logits, depth)
+    beyond = torch.arange(depth, device=logits.device) >= limits.top_k[:, None]
+    probabilities = torch.softmax(best.masked_fill(beyond, -torch.inf), -1)
+    return _draw_nucleus(probabilities, ids, limits)
+
+
+def _draw_mass(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    """Rows with top-p alone: as deep as their mass asks for."""
+    probabilities = torch.softmax(logits, -1)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    open_rows = torch.arange(len(logits), device=logits.device)
+    for depth in (*PREFIXES, logits.shape[-1]):
+        depth = min(depth, logits.shape[-1])
+        best, ids = _best(probabilities, depth)
+        part = limits.of(open_rows)
+        deep = best.sum(-1) < part.top_p
+        if depth == logits.shape[-1] or not bool(deep.any()):
+            tokens[open_rows] = _draw_nucleus(best, ids, part)
+            break
+        done = ~deep
+        tokens[open_rows[done]] = _draw_nucleus(best[done], ids[done], part.of(done))
+        open_rows, probabilities = open_rows[deep], probabilities[deep]
+    return tokens
+
+
+def _best(values: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `depth` largest of each row, in order, and where they are."""
+    if depth == values.shape[-1]:
+        ordered, ids = values.sort(stable=True, dim=-1, descending=True)
+    else:
+        ordered, ids = values.topk(depth, -1)
+    return ordered, ids
+
+
+def _draw_nucleus(probabilities: torch.Tensor, ids: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    """From the smallest set of tokens that holds `top_p` of the mass (arXiv 1904.09751), less those under
+    `min_p` of the best (arXiv 2407.01082). Columns are in descending order."""
+    before = probabilities.cumsum(-1) - probabilities
+    out = (before >= limits.top_p[:, None]) | (probabilities < limits.min_p[:, None] * probabilities[:, :1])
+    out[:, 0] = False
+    column = _invert(probabilities.masked_fill(out, 0), limits.uniforms)
+    return ids.gather(-1, column[:, None])[:, 0]
+
+
+def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first column whose cumulative share exceeds the row's uniform number."""
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(cumulative, target[:, None], right=True)
+    column = column.clamp_(max=probabilities.shape[-1] - 1)
+    # A parallel sum may waver by a rounding error and point at a token that was ruled out.
+    impossible = probabilities.gather(-1, column) <= 0
+    if bool(impossible.any()):
+        column = torch.where(impossible, probabilities.argmax(-1, keepdim=True), column)
+    return column[:, 0]
