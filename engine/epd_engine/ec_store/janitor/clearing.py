@@ -63,14 +63,15 @@ class Clearing:
         while batch := self.index.least_recently_used(place, BATCH):
             self.lease.check()
             leased = {base: live_leases(path) for base, path in self.bases.items()}
-            for entry in batch:
-                reason = self._reason(entry, now, goal, high)
-                if reason is None:
-                    return done
-                if entry.key in leased.get(entry.base, ()):
-                    done.leased += 1
-                else:
-                    self._clear(entry, reason, done)
+            with self.index.batch():
+                for entry in batch:
+                    reason = self._reason(entry, now, goal, high)
+                    if reason is None:
+                        return done
+                    if entry.key in leased.get(entry.base, ()):
+                        done.leased += 1
+                    else:
+                        self._clear(entry, reason, done)
             place = batch[-1]
         return done
 
@@ -106,9 +107,10 @@ class Clearing:
             else:
                 self.lease.guard()
                 os.unlink(f"{base}/{entry.key}/{ENTRY_NAME}")
-                self.index.unfinish(entry)
                 if remove_if_empty(base, entry.key):
-                    self.index.clear_unfinished(entry.base, entry.key)
+                    self.index.remove(entry)
+                else:
+                    self.index.unfinish(entry)
         except OSError:
             done.refused += 1
             return

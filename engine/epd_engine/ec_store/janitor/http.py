@@ -98,6 +98,8 @@ class _Collector(Collector):
             for reason, value in sorted(values.items()):
                 family.add_metric([reason], value)
             yield family
+        seconds = "Spent on deciding what goes, and on deleting it"
+        yield CounterMetricFamily("epd_store_clearing_seconds", seconds, totals.clearing_seconds)
         for name, text, value in (
             ("looks", "Looks at the store", totals.cycles),
             ("quarantined_entries", "Damaged entries set aside", totals.quarantined),

@@ -22,7 +22,7 @@ CREATE INDEX entries_by_use ON entries (used, base, key);
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Known:
     """An entry as it was last seen; `used` is the file's modification time in ns, `base` a row of bases."""
 
@@ -92,14 +92,14 @@ class Index:
             for table in ("entries", "unfinished")
         )
 
-    def add(self, entry: Known) -> None:
-        """A new entry; it must not be known."""
-        self._sql.execute(
+    def add(self, entries: Sequence[Known]) -> None:
+        """New entries; they must not be known."""
+        self._sql.executemany(
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?)",
-            (entry.base, bytes.fromhex(entry.key), entry.bytes, entry.used, entry.checked),
+            ((e.base, bytes.fromhex(e.key), e.bytes, e.used, e.checked) for e in entries),
         )
-        self.entries += 1
-        self.bytes += entry.bytes
+        self.entries += len(entries)
+        self.bytes += sum(entry.bytes for entry in entries)
 
     def update(self, old: Known, new: Known) -> None:
         self._sql.execute(

@@ -51,6 +51,7 @@ class Totals:
     cleared: Counter[str] = field(default_factory=Counter)  # entries by reason
     cleared_bytes: Counter[str] = field(default_factory=Counter)
     removed: Counter[str] = field(default_factory=Counter)  # temporary files, directories, lease files
+    clearing_seconds: float = 0.0
     quarantined: int = 0
     leased: int = 0
     refused: int = 0
@@ -97,7 +98,9 @@ class Keeper:
         clearing = Clearing(
             self._index, self._bases, self.limits, self._lease, self._pace, self._used, dry_run
         )
+        began = time.monotonic()
         cleared = clearing.run(budget, now)
+        self.totals.clearing_seconds += time.monotonic() - began
         if not dry_run:
             self.totals.removed["lease"] += sum(sweep_leases(base) for base in self._bases.values())
         self._account(cleared)
@@ -181,13 +184,15 @@ class Keeper:
     def _meet(self, number: int, keys: list[str]) -> None:
         self._pace.go_on()
         self._lease.check()
+        base, new = self._bases[number], []
         with self._index.batch():
             for key in self._index.unknown(number, keys) if self._looked else keys:
-                seen = scan.look(self._bases[number], key)
+                seen = scan.look(base, key)
                 if seen is None:
                     self._index.set_unfinished(number, key, 0)
                 else:
-                    self._index.add(Known(number, key, seen.bytes, seen.used, False))
+                    new.append(Known(number, key, seen.bytes, seen.used, False))
+            self._index.add(new)
 
     def _drop_vanished(self, number: int) -> None:
         place: tuple[int, str] | None = None
@@ -206,8 +211,9 @@ class Keeper:
         while found := self._index.unfinished(place, RECHECK_BATCH):
             self._pace.go_on()
             self._lease.check()
-            for number, key in found:
-                self._review(number, key, now)
+            with self._index.batch():
+                for number, key in found:
+                    self._review(number, key, now)
             place = found[-1]
 
     def _review(self, number: int, key: str, now: float) -> None:
@@ -215,7 +221,7 @@ class Keeper:
         seen = scan.look(base, key)
         if seen is not None:
             self._index.clear_unfinished(number, key)
-            self._index.add(Known(number, key, seen.bytes, seen.used, False))
+            self._index.add([Known(number, key, seen.bytes, seen.used, False)])
             return
         left = self._remove_leftovers(base, key, now)
         if left is None or (left == 0 and self._remove_old_directory(base, key, now)):
@@ -261,9 +267,10 @@ class Keeper:
         self._place = (known[-1].base, known[-1].key) if known else None
         self._lease.check()
         now = self._lease.now()
-        for entry in known:
-            self._pace.take(RECHECK_COST)
-            self._recheck_entry(entry, now)
+        with self._index.batch():
+            for entry in known:
+                self._pace.take(RECHECK_COST)
+                self._recheck_entry(entry, now)
         return bool(known)
 
     def _recheck_entry(self, entry: Known, now: float) -> None:
@@ -296,7 +303,8 @@ class Keeper:
         log.warning("entry %s is damaged and goes to quarantine: %s", entry.key, error)
         self._lease.guard()
         self._quarantine.take_in(base.name if base != self._root else "", base, entry.key)
-        self._index.unfinish(entry)
         if remove_if_empty(base, entry.key):
-            self._index.clear_unfinished(entry.base, entry.key)
+            self._index.remove(entry)
+        else:
+            self._index.unfinish(entry)
         self.totals.quarantined += 1

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from threading import Event
 
+SHORTEST_WAIT = 0.002  # seconds; a shorter one costs more than it waits
+
 
 class Stopped(Exception):
     """The process was told to end."""
@@ -28,5 +30,5 @@ class Pace:
         self.go_on()
         now = self._clock()
         self._next = max(self._next, now - 0.1) + operations / self._rate  # a tenth of a second of burst
-        if self._next > now and self._stop.wait(self._next - now):
+        if self._next - now > SHORTEST_WAIT and self._stop.wait(self._next - now):
             raise Stopped
