@@ -82,7 +82,7 @@ class Engine:
                 planner,
             )
         )
-        self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), config.block_size)
+        self.runner = ModelRunner(self.family, worker_side, self._kv_cache())
         self._connectors_made = [c for c in (scheduler_side, worker_side) if c is not None]
         self.is_stalled = False
         self.stats = StepStats()
@@ -189,7 +189,8 @@ class Engine:
         shape = self.family.kv_shape
         return KVCache(
             num_layers=shape.num_layers,
-            num_slots=self.pool.num_blocks * self.pool.block_size,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             dtype=self.family.dtype,

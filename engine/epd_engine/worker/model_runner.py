@@ -10,7 +10,7 @@ from epd_engine.ec_transfer.base import ECConnectorBase
 from epd_engine.models.base import ModelFamily
 from epd_engine.worker.ec_step import ec_step
 from epd_engine.worker.encoder_runner import EncoderRunner
-from epd_engine.worker.paged_attention import KVCache, PackedBatch, PackedSequence, slots_of
+from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 from epd_engine.worker.sampler import Sampler
 
 
@@ -25,10 +25,9 @@ class ModelRunner:
         family: ModelFamily,
         connector: ECConnectorBase | None,
         kv_cache: KVCache | None,
-        block_size: int,
     ):
         self._family, self._connector = family, connector
-        self._kv_cache, self._block_size = kv_cache, block_size
+        self._kv_cache = kv_cache
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.encoder = EncoderRunner(family, self.encoder_cache)
         self._sampler = Sampler()
@@ -73,7 +72,7 @@ class ModelRunner:
         return False
 
     def _run_language_model(self, chunks: Sequence[Chunk], output: ModelRunnerOutput) -> None:
-        embeds = torch.cat([self._chunk_embeds(chunk) for chunk in chunks])
+        embeds = self._embeds(chunks)
         positions = torch.cat([c.request.position_ids(c.start, c.end) for c in chunks], dim=1)
         hidden = self._family.forward(embeds, positions.to(self._family.device), batch=self._pack(chunks))
         ends = torch.tensor([c.length for c in chunks]).cumsum(0) - 1
@@ -90,24 +89,24 @@ class ModelRunner:
         output.logprobs.update((ids[row], said) for row, said in chosen.logprobs.items())
         output.sample_problems.update((ids[row], reason) for row, reason in chosen.problems.items())
 
-    def _chunk_embeds(self, chunk: Chunk) -> torch.Tensor:
-        """Embeddings `[length, width]`: the tokens' own, and encoder outputs over the placeholders."""
-        request: Request = chunk.request
-        tokens = torch.tensor(request.tokens(chunk.start, chunk.end), device=self._family.device)
-        embeds = self._family.embed(tokens)
-        for index in request.media_in(chunk.start, chunk.end):
-            item = request.media[index]
-            begin, end = max(chunk.start, item.offset), min(chunk.end, item.end)
-            rows = self.encoder_cache[item.mm_hash][begin - item.offset : end - item.offset]
-            embeds[begin - chunk.start : end - chunk.start] = rows.to(embeds.dtype)
+    def _embeds(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Embeddings `[tokens, width]`: the tokens' own, and encoder outputs over the placeholders."""
+        tokens = [token for c in chunks for token in c.request.tokens(c.start, c.end)]
+        embeds = self._family.embed(torch.tensor(tokens, device=self._family.device))
+        place = 0
+        for chunk in chunks:
+            for index in chunk.request.media_in(chunk.start, chunk.end):
+                item = chunk.request.media[index]
+                begin, end = max(chunk.start, item.offset), min(chunk.end, item.end)
+                rows = self.encoder_cache[item.mm_hash][begin - item.offset : end - item.offset]
+                embeds[place + begin - chunk.start : place + end - chunk.start] = rows.to(embeds.dtype)
+            place += chunk.length
         return embeds
 
     def _pack(self, chunks: Sequence[Chunk]) -> PackedBatch:
         assert self._kv_cache is not None, "an instance with a language model has a KV cache"
-        sequences, writes, begin = [], [], 0
+        spans, begin = [], 0
         for chunk in chunks:
-            slots = slots_of(chunk.request.block_ids, self._block_size, chunk.end, self._family.device)
-            sequences.append(PackedSequence(begin, begin + chunk.length, slots))
-            writes.append(slots[chunk.start :])
+            spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids))
             begin += chunk.length
-        return PackedBatch(self._kv_cache, sequences, torch.cat(writes))
+        return PackedBatch(self._kv_cache, spans)

@@ -1,0 +1,118 @@
+"""Paged attention against attention over each sequence alone."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from epd_engine.worker.paged_attention import (
+    KVCache,
+    PackedBatch,
+    Span,
+    groups_of_like_length,
+    paged_attention,
+)
+
+HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 6, 2, 8, 4, 64
+LAYER: Any = SimpleNamespace(layer_idx=0)
+
+
+def cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(
+        num_layers=1,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+class Sequence:
+    """A sequence with all its queries, keys and values `[heads, length, dim]`, and blocks of its own."""
+
+    def __init__(self, length: int, blocks: list[int], generator: torch.Generator):
+        self.length, self.blocks, self.done = length, blocks, 0
+        self.q = torch.randn(HEADS, length, DIM, generator=generator)
+        self.k = torch.randn(KV_HEADS, length, DIM, generator=generator)
+        self.v = torch.randn(KV_HEADS, length, DIM, generator=generator)
+        self.expected = scaled_dot_product_attention(
+            self.q[None], self.k[None], self.v[None], is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+
+
+def run(kv: KVCache, parts: list[tuple[Sequence, int]]) -> None:
+    """One step: for each sequence its next tokens; what comes out must be what attention alone gives."""
+    spans, begin = [], 0
+    for sequence, count in parts:
+        spans.append(Span(begin, sequence.done, sequence.done + count, sequence.blocks))
+        begin += count
+    q, k, v = (
+        torch.cat([getattr(s, name)[:, s.done : s.done + n] for s, n in parts], dim=1)[None] for name in "qkv"
+    )
+    out, _ = paged_attention(
+        LAYER, q, k, v, None, scaling=DIM**-0.5, batch=PackedBatch(kv, spans), is_causal=True
+    )
+    assert out.shape == (1, begin, HEADS, DIM)
+    for span, (sequence, count) in zip(spans, parts, strict=True):
+        got = out[0, span.begin : span.begin + count]
+        torch.testing.assert_close(got, sequence.expected[span.start : span.end], atol=1e-5, rtol=1e-4)
+        sequence.done += count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_of_prefills_chunks_and_decodes_is_attention_of_each_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    kv = cache()
+    free = list(range(BLOCKS))
+    rng.shuffle(free)
+    sequences = []
+    for _ in range(rng.randint(1, 5)):
+        length = rng.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, rng.randint(1, 40)])
+        blocks = [free.pop() for _ in range(-(-length // BLOCK))]
+        sequences.append(Sequence(length, blocks, generator))
+    while left := [s for s in sequences if s.done < s.length]:
+        parts = []
+        for sequence in rng.sample(left, rng.randint(1, len(left))):
+            rest = sequence.length - sequence.done
+            parts.append((sequence, rng.choice([1, min(rest, 7), rest])))
+        run(kv, parts)
+
+
+def test_two_sequences_share_the_blocks_of_one_beginning() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = cache()
+    one = Sequence(10, [5, 9, 2], generator)
+    run(kv, [(one, 8)])
+    other = Sequence(10, [5, 9, 7], generator)
+    other.k[:, :8], other.v[:, :8] = one.k[:, :8], one.v[:, :8]
+    other.expected = scaled_dot_product_attention(
+        other.q[None], other.k[None], other.v[None], is_causal=True, enable_gqa=True
+    )[0].transpose(0, 1)
+    other.done = 8
+    run(kv, [(one, 1), (other, 1)])
+    run(kv, [(other, 1), (one, 1)])
+
+
+def test_what_a_former_owner_left_in_other_blocks_does_no_harm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = cache()
+    for keys, values in kv.layers:
+        keys[20:].fill_(float("nan"))
+        values[20:].fill_(float("nan"))
+    short, long = Sequence(2, [0], generator), Sequence(3 * BLOCK, [1, 2, 3], generator)
+    run(kv, [(short, 1), (long, 3 * BLOCK - 1)])
+    run(kv, [(short, 1), (long, 1)])
+
+
+def test_groups_hold_no_one_much_shorter_than_their_longest() -> None:
+    lengths = [1, 30, 4, 29, 3, 23, 22]
+    groups = groups_of_like_length(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(7))
+    assert [[lengths[i] for i in group] for group in groups] == [[30, 29, 23], [22], [4, 3], [1]]
+    assert groups_of_like_length([]) == []
