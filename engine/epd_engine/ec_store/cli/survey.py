@@ -31,7 +31,8 @@ def check_store(root: Path) -> Path:
     if not root.is_dir():
         raise NoStore(f"{root} is not a directory")
     try:
-        if (root / JANITOR_DIRECTORY).is_dir() or next(places(root), None) or not any(root.iterdir()):
+        others = (path for path in root.iterdir() if path.name != "lost+found")
+        if (root / JANITOR_DIRECTORY).is_dir() or next(places(root), None) or not any(others):
             return root
     except OSError as error:
         raise NoStore(f"{root} cannot be read: {error.strerror}") from error
@@ -49,8 +50,8 @@ def places(root: Path, namespace: str | None = None) -> Iterator[Place]:
         try:
             for key in scan.keys(root / name):
                 yield Place(name, root / name, key)
-        except FileNotFoundError:
-            continue  # removed meanwhile
+        except (FileNotFoundError, PermissionError):
+            continue  # removed meanwhile, or not a namespace (a volume's lost+found)
 
 
 def find(root: Path, prefix: str) -> Place:

@@ -37,19 +37,20 @@ class Index:
     """Entries by key and by time of use, and directories that hold no entry (yet). Not thread-safe."""
 
     def __init__(self, path: Path):
-        """Makes the file anew. Raises sqlite3.Error or OSError."""
-        self._path = path
-        path.unlink(missing_ok=True)
+        """Makes the file, and takes its name away at once: however this process ends, nothing is left of it.
+
+        Raises sqlite3.Error or OSError.
+        """
         self._sql = sqlite3.connect(path, isolation_level=None, cached_statements=512)
         for pragma in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{CACHE_KIB}", "temp_store=FILE"):
             self._sql.execute(f"PRAGMA {pragma}")
         self._sql.executescript(_TABLES)
+        path.unlink()
         self.entries = self.bytes = 0
         self.unfinished_bytes = 0
 
     def close(self) -> None:
         self._sql.close()
-        self._path.unlink(missing_ok=True)
 
     def finish_first_look(self) -> None:
         """From here on entries can be found by key and by use."""

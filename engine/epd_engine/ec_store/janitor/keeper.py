@@ -153,7 +153,10 @@ class Keeper:
         for namespace in scan.namespaces(self._root):
             if namespace not in self._numbers:
                 number = self._numbers[namespace] = len(self._numbers)
-                self._bases[number] = self._root / namespace
+                if os.access(self._root / namespace, os.R_OK | os.X_OK):
+                    self._bases[number] = self._root / namespace
+                else:
+                    log.warning("%s is closed to the janitor and left alone", self._root / namespace)
         for number in list(self._bases):
             self._list(number)
         if not self._looked:

@@ -38,9 +38,9 @@ class Service:
         self, path: Path | None, memory_path: Path | None, limits: Limits, interval: float, index: Path | None
     ):
         """`interval` is the seconds between two looks; `index` a local directory for scratch (None: a
-        temporary one). Raises OSError where they cannot be used."""
+        temporary one)."""
         self.path, self.memory_path, self.limits, self.interval = path, memory_path, limits, interval
-        self._scratch = tempfile.TemporaryDirectory(prefix="epd-janitor-", dir=index)
+        self._scratch = index
         self._stop = Event()
         self.pace = Pace(limits.rate, self._stop)
         self._lease = None if path is None else StoreLease(path)
@@ -75,7 +75,6 @@ class Service:
             self._drop_keeper()
             if self._lease is not None:
                 self._lease.release()
-            self._scratch.cleanup()
 
     def _turn(self) -> None:
         self.pace.go_on()
@@ -129,7 +128,8 @@ class Service:
         if self._lease.token is None:
             token = self._lease.acquire()
             log.info("the janitor of %s", self.path, extra={"token": token})
-        self._index = Index(Path(self._scratch.name) / "index.sqlite")
+        with tempfile.TemporaryDirectory(prefix="epd-janitor-", dir=self._scratch) as scratch:
+            self._index = Index(Path(scratch) / "index.sqlite")
         self._keeper = Keeper(self.path, self.limits, self._lease, self._index, self.pace, self.totals)
         self.leading = True
         return self._keeper

@@ -149,6 +149,8 @@ def test_what_is_not_a_store_is_refused(
 
 def test_an_empty_directory_is_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "stat", tmp_path)["entries"] == 0
+    (tmp_path / "lost+found").mkdir()  # as a new volume has it
+    assert run_json(capsys, "stat", tmp_path)["entries"] == 0
 
 
 @pytest.mark.parametrize(
