@@ -22,8 +22,8 @@ No report: there is no janitor, and no limit. What if the janitor is dead, resta
 report stays, credit runs out, and saves fail with the report's age in the message, as on a full disk.
 Restarted: a higher token. Paused, and woken after another took over: it finds that out before it publishes
 (`janitor/lease.py`), and writers ignore a report of a lower token. A report that cannot be read changes
-nothing. A writer that is killed is counted until its file is too old; one that was idle for so long starts
-as a new one.
+nothing; a writer that has read none before writes nothing, since there may be a limit. A writer that is
+killed is counted until its file is too old; one that was idle for so long starts as a new one.
 """
 
 import json
@@ -135,11 +135,14 @@ class WriterCredit:
     def take(self, size: int) -> bool:
         """Whether `size` bytes may be written now; if so they are charged until `settle`.
 
-        Raises `StoreUnavailable` for an entry that is larger than the whole budget.
+        Raises `StoreUnavailable` for an entry that is larger than the whole budget, and where the budget
+        cannot be known.
         """
         with self._lock:
-            self._refresh()
+            problem = self._refresh()
             report = self._report
+            if report is None and problem is not None:
+                raise StoreUnavailable(f"the report of the EC store's janitor cannot be read: {problem}")
             if report is None:
                 self._in_flight += size
                 return True
@@ -192,30 +195,32 @@ class WriterCredit:
             f"the janitor's last report is {age:.0f} s old"
         )
 
-    def _refresh(self) -> None:
-        """Reads the report if it is another one. Opened each time: that is what makes NFS ask its server."""
+    def _refresh(self) -> str | None:
+        """Reads the report if it is another one; what is wrong with it, if it cannot be read. Opened each
+        time: that is what makes NFS ask its server."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             self._stamp = self._report = None
             self._before = self._since = 0
-            return
-        except OSError:
-            return
+            return None
+        except OSError as error:
+            return error.strerror
         try:
             status = os.fstat(descriptor)
             stamp = (status.st_ino, status.st_mtime_ns)
             if stamp == self._stamp:
-                return
+                return None
             report = _parse(os.pread(descriptor, MAX_REPORT_BYTES, 0))
-        except (OSError, ValueError):
-            return
+        except (OSError, ValueError) as error:
+            return str(error)
         finally:
             os.close(descriptor)
         self._stamp = stamp
         if self._report is None or report.number > self._report.number:
             self._report = report
             self._before, self._since = self._since, 0
+        return None
 
     def _announce(self) -> None:
         now = time.monotonic()

@@ -9,14 +9,16 @@ reads still checks what it got, so that a lease that is seen late costs a miss a
 
 What if a peer is slow, dead, restarted or lies? A slow reader's lease runs out, and its load may miss. A
 dead one's rows expire and its file is swept. A restarted one has a new file. A torn or foreign file counts
-as no lease.
+as no lease. A full volume grants none: a file is there as a whole or not at all. Where the leases cannot be
+listed nobody knows what is leased, so nothing may be deleted.
 """
 
+import errno
 import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,9 +98,12 @@ class LeaseTable:
         held = self._held.get(key)
         return held is not None and held.expires > time.time()
 
-    def everyones(self) -> set[str]:
-        """Keys that any reader of this base leases now, this one included."""
-        return live_leases(self._base)
+    def everyones(self) -> Container[str]:
+        """Keys that any reader of this base leases now; all keys where that cannot be told."""
+        try:
+            return live_leases(self._base)
+        except OSError:
+            return _Everything()
 
     def close(self) -> None:
         """Gives everything back."""
@@ -106,7 +111,7 @@ class LeaseTable:
             os.close(self._descriptor)
             self._descriptor = None
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            _unlink(self._path)
         self._held.clear()
 
     def _acknowledge(self, key: str) -> None:
@@ -129,7 +134,7 @@ class LeaseTable:
             if self._descriptor is None or os.fstat(self._descriptor).st_nlink == 0:
                 self._open()
             assert self._descriptor is not None
-            os.pwrite(self._descriptor, data, place)
+            _put(self._descriptor, data, place)
         except OSError:
             return False
         return True
@@ -145,31 +150,50 @@ class LeaseTable:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         if filesystem_type(self._directory) in NETWORK_TYPES:
             flags |= os.O_SYNC  # other nodes see what has reached the server
-        self._path = self._directory / secrets.token_hex(8)
-        self._descriptor = os.open(self._path, flags, 0o660)
-        os.fchmod(self._descriptor, 0o660)
+        path = self._directory / secrets.token_hex(8)
         content = bytearray(_FILE_BYTES)
         _HEADER.pack_into(content, 0, _MAGIC, self._acknowledged)
         for key, held in self._held.items():
             _ROW.pack_into(content, _ROWS_AT + held.row * _ROW.size, held.expires, bytes.fromhex(key))
-        os.pwrite(self._descriptor, content, 0)
+        descriptor = os.open(path, flags, 0o660)
+        try:
+            os.fchmod(descriptor, 0o660)
+            _put(descriptor, content, 0)
+        except OSError:
+            os.close(descriptor)
+            _unlink(path)
+            raise
+        self._descriptor, self._path = descriptor, path
+
+
+class _Everything(Container[str]):
+    def __contains__(self, key: object) -> bool:
+        return True
 
 
 def live_leases(base: Path) -> set[str]:
-    """Keys of `base` that somebody leases now."""
+    """Keys of `base` that somebody leases now. Raises OSError where the leases cannot be listed."""
     now = time.time()
     found: set[str] = set()
-    for _, content in _files(base):
-        found.update(bytes(key).hex() for key in _live(content, now)["key"])
+    for path in _paths(base):
+        content = _content(path)
+        if content is not None:
+            found.update(bytes(key).hex() for key in _live(content, now)["key"])
     return found
 
 
 def sweep_leases(base: Path) -> int:
-    """Deletes the files of readers that are gone; returns how many."""
+    """Deletes the files of readers that are gone, those that died before theirs was whole included; returns
+    how many."""
     now = time.time()
     swept = 0
-    for path, content in _files(base):
-        if len(_live(content, now)):
+    try:
+        paths = _paths(base)
+    except OSError:
+        return 0
+    for path in paths:
+        content = _content(path)
+        if content is not None and len(_live(content, now)):
             continue
         try:
             if now - path.stat().st_mtime > STALE_SECONDS:
@@ -191,7 +215,14 @@ class Acknowledgements:
         """Keys acknowledged since the last call, one for each load. A reader that acknowledged more than
         `RING` since then is heard of in part; the leases on the rest run out."""
         keys, seen = [], {}
-        for path, content in _files(self.base):
+        try:
+            paths = _paths(self.base)
+        except OSError:
+            return []
+        for path in paths:
+            content = _content(path)
+            if content is None:
+                continue
             _, total = _HEADER.unpack_from(content)
             seen[path.name] = total
             last = self._seen.get(path.name, 0)
@@ -208,18 +239,32 @@ def _live(content: bytes, now: float) -> np.ndarray:
     return rows[rows["expires"] > now]
 
 
-def _files(base: Path) -> Iterator[tuple[Path, bytes]]:
-    """The lease files of `base` that are whole."""
+def _paths(base: Path) -> list[Path]:
+    """The lease files of `base`. Raises OSError where they cannot be listed."""
     try:
-        names = os.listdir(base / DIRECTORY)
+        return [base / DIRECTORY / name for name in os.listdir(base / DIRECTORY)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _content(path: Path) -> bytes | None:
+    """What a lease file says; None where it is not whole, gone, or not for us to read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            content = file.read(_FILE_BYTES) or b""
     except OSError:
-        return
-    for name in names:
-        path = base / DIRECTORY / name
-        try:
-            with open(path, "rb", buffering=0) as file:
-                content = file.read(_FILE_BYTES) or b""
-        except OSError:
-            continue  # swept meanwhile, or not for us to read
-        if len(content) == _FILE_BYTES and content.startswith(_MAGIC):
-            yield path, content
+        return None
+    return content if len(content) == _FILE_BYTES and content.startswith(_MAGIC) else None
+
+
+def _put(descriptor: int, data: bytes | bytearray, place: int) -> None:
+    """Writes all of `data`. Raises OSError; what a full volume takes in part is an error too."""
+    if os.pwrite(descriptor, data, place) != len(data):
+        raise OSError(errno.ENOSPC, "not all of it was written")
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # it is swept once it is old

@@ -12,7 +12,7 @@ leases, which this ledger asks for when it needs room: a leased entry is not fre
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,7 +42,7 @@ class Entry:
 class ECConnectorCacheManager:
     """Rooms of one producer's store, in bytes, and who still needs them."""
 
-    def __init__(self, capacity: int, max_entries: int, leased: Callable[[], Collection[str]]):
+    def __init__(self, capacity: int, max_entries: int, leased: Callable[[], Container[str]]):
         """`capacity` in bytes; `leased` says which keys readers are about to load."""
         self._rooms = RangeAllocator(capacity)
         self._max_entries, self._leased = max_entries, leased

@@ -141,6 +141,16 @@ def test_a_report_of_a_janitor_that_was_replaced_changes_nothing(root: Path) -> 
     assert credit.take(1)
 
 
+def test_a_writer_that_cannot_read_the_first_report_writes_nothing(root: Path) -> None:
+    report = root / ".janitor" / "report"
+    report.symlink_to(report)  # refused to root as well
+    credit = WriterCredit(root)
+    with pytest.raises(StoreUnavailable, match="cannot be read"):
+        credit.take(1)
+    report.unlink()
+    assert credit.take(1), "no report: no janitor"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"token": null}', '"x"', "\xff"])
 def test_a_report_that_is_none_changes_nothing(root: Path, text: str) -> None:
     credit = WriterCredit(root)

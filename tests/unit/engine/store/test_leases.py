@@ -1,6 +1,7 @@
 """Leases as their readers and the sweepers see them."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from epd_engine.ec_store import leases
 from epd_engine.ec_store.leases import Acknowledgements, LeaseTable, live_leases, sweep_leases
+from tests.support.mounts import small_tmpfs
 
 KEYS = [f"{n:064x}" for n in range(1, 6)]
 
@@ -122,3 +124,33 @@ def test_the_file_is_the_groups_whatever_the_umask(tmp_path: Path) -> None:
     (file,) = (tmp_path / leases.DIRECTORY).iterdir()
     assert file.stat().st_mode & 0o777 == 0o660
     assert (tmp_path / leases.DIRECTORY).stat().st_mode & 0o7777 == 0o2770
+
+
+def test_a_full_volume_grants_no_lease_that_nobody_else_could_see(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "volume", 128 << 10) as base:  # a lease file is larger
+        table = LeaseTable(base, 60)
+        assert not table.take(KEYS[0])
+        assert not table.holds(KEYS[0])
+        assert list((base / leases.DIRECTORY).iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=1m", str(base)], check=True)
+        assert table.take(KEYS[0])
+        assert live_leases(base) == {KEYS[0]}
+
+
+def test_a_file_whose_reader_died_as_it_made_it_is_swept(tmp_path: Path) -> None:
+    (tmp_path / leases.DIRECTORY).mkdir()
+    torn = tmp_path / leases.DIRECTORY / "torn"
+    torn.write_bytes(b"EPDLEAS1")
+    assert sweep_leases(tmp_path) == 0
+    os.utime(torn, (0, 0))
+    assert sweep_leases(tmp_path) == 1
+    assert not torn.exists()
+
+
+def test_where_the_leases_cannot_be_listed_everything_counts_as_leased(tmp_path: Path) -> None:
+    (tmp_path / leases.DIRECTORY).symlink_to(tmp_path / leases.DIRECTORY)  # refused to root as well
+    with pytest.raises(OSError, match="symbolic"):
+        live_leases(tmp_path)
+    assert KEYS[0] in LeaseTable(tmp_path, 60).everyones()
+    assert sweep_leases(tmp_path) == 0
+    assert Acknowledgements(tmp_path).take() == []
