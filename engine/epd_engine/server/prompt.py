@@ -81,7 +81,7 @@ class PromptBuilder:
         return Request(request_id, [], positions, delta, media, SamplingParams(max_tokens=1))
 
     def _chat_request(self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem]) -> Request:
-        tokens = self._tokenizer.encode_chat(body.messages)
+        tokens = self._tokenizer.encode_chat(body.messages, body.chat_template_kwargs)
         tokens, media = self._expand(tokens, media)
         limit = self._engine.max_model_len
         wanted = body.output_limit
@@ -95,8 +95,17 @@ class PromptBuilder:
             )
         positions, delta = self._family.positions(len(tokens), media)
         sampling = self._tokenizer.sampling(body, wanted or limit - len(tokens))
-        ends = frozenset[int]() if body.ignore_eos else self._tokenizer.eos_token_ids
-        return Request(request_id, tokens, positions, delta, media, sampling, ends)
+        return Request(
+            request_id,
+            tokens,
+            positions,
+            delta,
+            media,
+            sampling,
+            self._tokenizer.ends(body),
+            cache_salt=body.cache_salt or "",
+            priority=body.priority,
+        )
 
     def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
         """Repeats each placeholder once per embedding and notes where each item begins."""

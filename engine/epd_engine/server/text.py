@@ -1,17 +1,24 @@
 """Text in and out: the chat template, incremental detokenization, stop strings."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+from llguidance import LLTokenizer
 from transformers import AutoTokenizer
 
 from epd_engine.core.request import RequestError
 from epd_engine.core.sampling import SamplingParams
 from epd_engine.models.checkpoint import Checkpoint
 from epd_engine.server.protocol import ChatCompletionRequest, Message, TextPart
+from epd_engine.server.sampling import SamplingDefaults, sampling_params
+from epd_engine.server.structured import GrammarCompiler
+from epd_engine.server.token_text import TokenText
 
 REPLACEMENT = "\ufffd"  # what the tokenizer writes for a character whose bytes are not complete
+# Tokens held back at most while no character becomes complete: beyond these the bytes are no text.
+MAX_INCOMPLETE = 16
 
 
 class ChatTokenizer:
@@ -22,34 +29,53 @@ class ChatTokenizer:
         generation = checkpoint.read_json("generation_config.json") or {}
         eos = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        sampled = generation.get("do_sample", "temperature" in generation)
-        self._temperature = float(generation.get("temperature", 1.0)) if sampled else 0.0
-        self._top_p = float(generation.get("top_p", 1.0)) if sampled else 1.0
+        self.tokens = TokenText(self._tokenizer)
+        self._defaults = SamplingDefaults.of(generation)
+        config: Mapping[str, Any] = checkpoint.config or {}
+        sizes = (config.get("text_config", {}).get("vocab_size"), config.get("vocab_size"))
+        self._vocab_size = int(next((size for size in sizes if size), len(self._tokenizer)))
+        self._reserved = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        self._grammars = GrammarCompiler(self._grammar_tokenizer)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the rendered chat, one placeholder per media item. Raises `RequestError`."""
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of the rendered chat, one placeholder per media item; `options` are variables of the
+        template. Raises `RequestError`."""
+        if reserved := sorted(self._reserved & set(options or {})):
+            message = f"chat_template_kwargs: {reserved[0]} is not a variable of the template"
+            raise RequestError(400, "invalid_value", message, "chat_template_kwargs")
         try:
             text = self._tokenizer.apply_chat_template(
-                [_plain(m) for m in messages], add_generation_prompt=True, tokenize=False
+                [_plain(m) for m in messages], add_generation_prompt=True, tokenize=False, **(options or {})
             )
-        except (jinja2.TemplateError, ValueError) as error:
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
             message = f"the chat template refuses these messages: {error}"
             raise RequestError(400, "chat_template", message, "messages") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def sampling(self, body: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self._temperature if body.temperature is None else body.temperature,
-            top_p=self._top_p if body.top_p is None else body.top_p,
-            seed=body.seed,
-            stop=tuple(body.stop or ()),
-        )
+        """Compiles what a structured answer needs: not for the event loop. Raises `RequestError`."""
+        grammar = self._grammars.compile(body)
+        return sampling_params(body, self._defaults, max_tokens, self._vocab_size, grammar)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def ends(self, body: ChatCompletionRequest) -> frozenset[int]:
+        """Tokens that end an answer."""
+        own = frozenset[int]() if body.ignore_eos else self.eos_token_ids
+        return own | frozenset(body.stop_token_ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _grammar_tokenizer(self) -> LLTokenizer:
+        """Raises `ValueError` for a tokenizer whose bytes llguidance cannot read."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or not self.eos_token_ids:
+            raise ValueError(
+                "structured answers need a fast tokenizer and an end token, which this model lacks"
+            )
+        size = max(self._vocab_size, len(self._tokenizer))
+        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.eos_token_ids))
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -70,40 +96,44 @@ class TextStream:
     """Turns a request's tokens into text as it becomes certain.
 
     Held back are characters whose bytes are incomplete, and text that may be the start of a stop string.
+    Stop strings count once more than `min_tokens` tokens are there, in the text that follows.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: ChatTokenizer, sampling: SamplingParams):
+        self._tokenizer, self._wanted = tokenizer, sampling
         self._ids: list[int] = []
         # Tokens before `_begin` are done; `_begin.._read` give the context in which new ones are decoded.
         self._begin = self._read = 0
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        """The text that became certain by these tokens; sets `stopped` when a stop string is complete."""
-        if self.stopped:
+        """The text that became certain by these tokens; sets `stopped_by` when a stop string is complete."""
+        if self.stopped_by is not None:
             return ""
         self._ids += token_ids
         self._held += self._decode(last)
         return self._take(last)
 
     def _decode(self, last: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._begin : self._read])
-        text = self._tokenizer.decode(self._ids[self._begin :])
-        if text.endswith(REPLACEMENT) and not last:
+        skip = self._wanted.skip_special_tokens
+        before = self._tokenizer.decode(self._ids[self._begin : self._read], skip_special_tokens=skip)
+        text = self._tokenizer.decode(self._ids[self._begin :], skip_special_tokens=skip)
+        if text.endswith(REPLACEMENT) and not last and len(self._ids) - self._read < MAX_INCOMPLETE:
             return ""
         self._begin, self._read = self._read, len(self._ids)
         return text[len(before) :]
 
     def _take(self, last: bool) -> str:
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stops = self._wanted.stop if len(self._ids) > self._wanted.min_tokens else ()
+        # The one that is complete first, so that it does not matter where the edges of tokens lie.
+        found = [(at + len(stop), at, stop) for stop in stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            text, self._held = self._held[: min(found)], ""
-            return text
-        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        cut = len(self._held) - keep
+            end, begin, self.stopped_by = min(found)
+            cut = end if self._wanted.include_stop else begin
+        else:
+            keep = 0 if last else max((_overlap(self._held, stop) for stop in stops), default=0)
+            cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 

@@ -50,11 +50,97 @@ def test_a_stop_may_be_one_string() -> None:
     assert parse({**GOOD, "stop": "x"}).stop == ["x"]
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "tools", "response_format", "frequency_penalty", "top_k"])
+@pytest.mark.parametrize("name", ["tools", "tool_choice", "functions", "modalities", "bad_words", "best_of"])
 def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str) -> None:
     error = problem({**GOOD, name: 2})
     assert error.status == 400
-    assert f"{name} is not supported yet" in str(error)
+    assert f"{name} is not supported" in str(error)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    parse({**GOOD, "tools": [], "tool_choice": "auto", "modalities": ["text"], "best_of": 1, "echo": False})
+
+
+SAMPLING: dict[str, object] = {
+    "n": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": -1,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": -2,
+    "frequency_penalty": 2,
+    "logit_bias": {"5": -100, "6": 1.5},
+    "seed": -1,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "stop_token_ids": [7],
+    "min_tokens": 2,
+    "max_tokens": 9,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "priority": -5,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+def test_what_clients_of_vllm_send_is_taken() -> None:
+    body = parse({**GOOD, **SAMPLING})
+    for name, value in SAMPLING.items():
+        if name != "stream_options":
+            assert getattr(body, name) == value
+
+
+SCHEMA = {"type": "object", "properties": {"digit": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None, None),
+        ({"response_format": {"type": "json_object"}}, "response_format", {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "response_format",
+            {"json_": SCHEMA},
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs", {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json": "{}"}}, "structured_outputs", {"json_": "{}"}),
+        ({"guided_json": SCHEMA}, "guided_json", {"json_": SCHEMA}),
+        ({"guided_regex": "a+"}, "guided_regex", {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, "guided_choice", {"choice": ["a"]}),
+    ],
+)
+def test_every_way_to_ask_for_a_structure_is_one(fields: dict, param: str | None, form: dict | None) -> None:
+    structure = parse({**GOOD, **fields}).structure
+    if structure is None:
+        assert param is None
+        return
+    assert structure[0] == param
+    assert structure[1].model_dump(exclude_none=True) == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens exceeds"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex contradict"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos contradicts"),
+        ({"guided_regex": "a", "min_tokens": 1}, "min_tokens contradicts"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict, words: str) -> None:
+    error = problem({**GOOD, **fields})
+    assert error.status == 400
+    assert words in str(error)
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:
@@ -104,6 +190,31 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         ({**GOOD, "stream_options": {"include": True}}, "stream_options.include"),
         ({**GOOD, "cache_salt": 1}, "cache_salt"),
         ({**GOOD, "mm_processor_kwargs": []}, "mm_processor_kwargs"),
+        ({**GOOD, "n": 0}, "n"),
+        ({**GOOD, "n": 17}, "n"),
+        ({**GOOD, "top_k": -2}, "top_k"),
+        ({**GOOD, "min_p": 1.5}, "min_p"),
+        ({**GOOD, "repetition_penalty": 0}, "repetition_penalty"),
+        ({**GOOD, "presence_penalty": 3}, "presence_penalty"),
+        ({**GOOD, "frequency_penalty": "x"}, "frequency_penalty"),
+        ({**GOOD, "logit_bias": {"x": 1}}, "logit_bias"),
+        ({**GOOD, "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({**GOOD, "logit_bias": {"1": 200}}, "logit_bias.1"),
+        ({**GOOD, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({**GOOD, "logprobs": 3}, "logprobs"),
+        ({**GOOD, "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({**GOOD, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({**GOOD, "min_tokens": -1}, "min_tokens"),
+        ({**GOOD, "priority": 1.5}, "priority"),
+        ({**GOOD, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({**GOOD, "response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({**GOOD, "structured_outputs": {}}, "structured_outputs"),
+        ({**GOOD, "structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({**GOOD, "guided_choice": []}, "guided_choice"),
     ],
 )
 def test_a_wrong_type_is_named_by_its_path(body: object, param: str | None) -> None:
