@@ -4,12 +4,13 @@ The file is scratch: it is made anew at each start by looking at the store, whic
 """
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 CACHE_KIB = 32 * 1024
+PROGRESS_STEPS = 200_000  # of SQLite's virtual machine: some hundredths of a second
 
 _TABLES = """
 CREATE TABLE entries (base INTEGER, key BLOB, bytes INTEGER, used INTEGER, checked INTEGER);
@@ -52,8 +53,16 @@ class Index:
     def close(self) -> None:
         self._sql.close()
 
-    def finish_first_look(self) -> None:
-        """From here on entries can be found by key and by use."""
+    def finish_first_look(self, breathe: Callable[[], object]) -> None:
+        """From here on entries can be found by key and by use. Takes seconds for a million entries, and calls
+        `breathe` meanwhile; what that raises ends it by sqlite3.OperationalError."""
+        self._sql.set_progress_handler(lambda: bool(breathe()), PROGRESS_STEPS)
+        try:
+            self._make_indexes()
+        finally:
+            self._sql.set_progress_handler(None, 0)
+
+    def _make_indexes(self) -> None:
         try:
             self._sql.executescript(_INDEXES)
         except sqlite3.IntegrityError:  # a directory that changed while it was listed may name a key twice

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sqlite3
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -160,7 +161,11 @@ class Keeper:
         for number in list(self._bases):
             self._list(number)
         if not self._looked:
-            self._index.finish_first_look()
+            try:
+                self._index.finish_first_look(self._breathe)
+            except sqlite3.OperationalError:
+                self._breathe()  # where that was the reason, it says so
+                raise
             self._looked = True
 
     def _list(self, number: int) -> None:
@@ -184,9 +189,13 @@ class Keeper:
         if self._looked and self._index.count(number) > total:
             self._drop_vanished(number)
 
-    def _meet(self, number: int, keys: list[str]) -> None:
+    def _breathe(self) -> None:
+        """For use in whatever takes long: ends it when it must end, and keeps our lease fresh."""
         self._pace.go_on()
         self._lease.check()
+
+    def _meet(self, number: int, keys: list[str]) -> None:
+        self._breathe()
         base, new = self._bases[number], []
         with self._index.batch():
             for key in self._index.unknown(number, keys) if self._looked else keys:
@@ -200,8 +209,7 @@ class Keeper:
     def _drop_vanished(self, number: int) -> None:
         place: tuple[int, str] | None = None
         while known := self._index.in_key_order(place, LOOK_BATCH, number):
-            self._pace.go_on()
-            self._lease.check()
+            self._breathe()
             with self._index.batch():
                 for entry in known:
                     if scan.look(self._bases[number], entry.key) is None:
@@ -212,8 +220,7 @@ class Keeper:
         """Directories without an entry: a save at work, or what is left of one."""
         place: tuple[int, str] | None = None
         while found := self._index.unfinished(place, RECHECK_BATCH):
-            self._pace.go_on()
-            self._lease.check()
+            self._breathe()
             with self._index.batch():
                 for number, key in found:
                     self._review(number, key, now)
