@@ -35,7 +35,7 @@ TICKS = 3
 NAMESPACE = "benchmark"
 SERVICE_RANGE = "--service-cluster-ip-range=198.19.0.0/16"  # an address for each resource's proxy
 DEPLOYMENTS = 3  # of one resource: encoder, PD, proxy; they are made after all else
-CHILDREN = 16
+CHILDREN = 18
 WRITES = ("create", "update", "patch", "delete")
 REQUESTS = "epd_operator_requests_total"
 RECONCILES = "epd_operator_reconcile_seconds_count"
