@@ -42,6 +42,7 @@ __all__ = [
 PAYLOAD_ALIGNMENT = 64  # bytes; where an entry starts at a cache line, so does its payload
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_HEADER, _PLACEHOLDER = json.JSONEncoder(separators=(",", ":")), json.JSONEncoder(sort_keys=True)
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -113,7 +114,7 @@ def encode_header(
             "format_version": FORMAT_VERSION,
             "model_fingerprint": fingerprint,
             "modality": modality,
-            "placeholder": json.dumps(metadata, sort_keys=True),
+            "placeholder": _PLACEHOLDER.encode(metadata),
             "created": f"{time.time():.3f}",
             "checksum_algorithm": CHECKSUM if checked else NO_CHECKSUM,
             "checksum": checksum(payload_view(tensor)) if checked else "",
@@ -124,7 +125,7 @@ def encode_header(
             "data_offsets": [0, tensor.nbytes],
         },
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _HEADER.encode(header).encode()
     text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
