@@ -15,6 +15,10 @@ class GrammarState(Protocol):
     def matcher(self) -> Any:
         """The library's own object, for the worker that makes masks of it."""
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens a mask is about."""
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes in what has been added to the answer `token_ids` since the last call."""
 

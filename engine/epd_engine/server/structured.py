@@ -50,7 +50,7 @@ class GrammarCompiler:
             raise RequestError(400, "invalid_grammar", f"{param}: {error}", param) from error
         with self._lock:
             self._kept[source] = grammar
-            if len(self._kept) > MAX_KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
@@ -60,7 +60,7 @@ def _compiled(tokenizer: LLTokenizer, source: str) -> LLGrammar:
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(first_line(matcher.get_error()))
-    return LLGrammar(matcher)
+    return LLGrammar(matcher, tokenizer.vocab_size)
 
 
 def _source(form: StructuredOutputs) -> str:
