@@ -138,6 +138,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="per picture",
     )
     add(
+        "--max-audio-seconds",
+        type=_positive,
+        default=default.media.max_audio_seconds,
+        metavar="SECONDS",
+        help="per sound, besides the model's own limit (default: %(default)g)",
+    )
+    add(
         "--drain-timeout",
         type=_positive,
         default=30,
@@ -172,6 +179,7 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
             allowed_domains=tuple(arguments.allowed_media_domains),
             max_bytes=arguments.max_media_bytes,
             max_pixels=arguments.max_image_pixels,
+            max_audio_seconds=arguments.max_audio_seconds,
         ),
     )
 

@@ -9,12 +9,15 @@ from epd_engine.ec_transfer.config import ECTransferConfig
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits on what a client may send. Sizes in bytes and pixels, times in seconds."""
+    """Limits on what a client may send. Sizes in bytes, pixels and samples (over all channels), times in
+    seconds."""
 
     per_request: Mapping[str, int] = field(default_factory=dict)
     allowed_domains: tuple[str, ...] = ()
     max_bytes: int = 32 << 20
     max_pixels: int = 64_000_000
+    max_audio_seconds: float = 600.0
+    max_audio_samples: int = 64_000_000
     fetch_timeout: float = 10.0
     workers: int = 4
 

@@ -128,10 +128,9 @@ class Engine:
     def smoke(self) -> None:
         """Runs one item or one token through the whole path that this role serves, outside the store."""
         if self.config.has_tower:
-            from PIL import Image
-
-            blank = self.family.process_image(Image.new("RGB", (64, 64)), {})
-            self.family.encode([blank.features])
+            for modality in sorted(self.family.modalities):
+                blank = self.family.process(modality, self.family.blank(modality), {})
+                self.family.encode([blank.features])
         if not self.config.is_encode_only:
             positions, delta = self.family.positions(1, [])
             self.add(Request("smoke", [0], positions, delta, [], SamplingParams(max_tokens=1, temperature=0)))

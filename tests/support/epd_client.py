@@ -8,6 +8,8 @@ import httpx
 from tests.support.engines import MODEL_NAME
 from tests.support.processes import Server
 
+MODALITIES = {"image_url": "image", "audio_url": "audio", "input_audio": "audio"}
+
 
 def ask(server: Server, messages: list[dict[str, Any]], **fields: Any) -> httpx.Response:
     body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, **fields}
@@ -44,7 +46,8 @@ def prime(encoder: Server, messages: list[dict[str, Any]]) -> list[dict[str, Any
     parts: list[dict[str, Any]] = [{}] * len(items)
     for key, said in answer.json()["ec_transfer_params"].items():
         for index in said["item_indices"]:
-            parts[index] = {"type": "image_embeds", "image_embeds": said["metadata"], "uuid": key}
+            kind = f"{MODALITIES[items[index]['type']]}_embeds"
+            parts[index] = {"type": kind, kind: said["metadata"], "uuid": key}
     return parts
 
 

@@ -7,6 +7,7 @@ from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 
 FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": ("epd_engine.models.qwen2_5_vl", "Qwen2_5_VL"),
+    "Qwen2AudioForConditionalGeneration": ("epd_engine.models.qwen2_audio", "Qwen2Audio"),
 }
 
 

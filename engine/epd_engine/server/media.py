@@ -1,4 +1,4 @@
-"""Media from where the client says to an RGB picture, with a limit on every step.
+"""Media from where the client says, and pictures decoded to RGB, with a limit on every step.
 
 Pictures are read the way transformers' own loader reads them: first frame, EXIF orientation applied,
 converted to RGB.

@@ -6,22 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from PIL import Image
-
-from epd_engine.config import EngineConfig
+from epd_engine.config import EngineConfig, MediaLimits
 from epd_engine.core.request import MediaItem, Request, RequestError
 from epd_engine.core.sampling import SamplingParams
-from epd_engine.ec_store.keys import mm_hash
+from epd_engine.ec_store.keys import MediaContent, mm_hash
 from epd_engine.engine import Engine
-from epd_engine.models.base import MediaRefused
-from epd_engine.server.media import decode_image, image_content, read_source, refuse
+from epd_engine.models.base import Decoded, MediaRefused
+from epd_engine.server.audio import FORMATS, audio_content, decode_audio
+from epd_engine.server.media import decode_base64, decode_image, image_content, read_source, refuse
 from epd_engine.server.metrics import ServerMetrics
 from epd_engine.server.protocol import (
     AudioEmbedsPart,
     AudioUrlPart,
     ChatCompletionRequest,
     EmbedsPart,
-    ImageUrlPart,
     InputAudioPart,
     RawMediaPart,
     TextPart,
@@ -140,36 +138,36 @@ class PromptBuilder:
                 raise RequestError(400, "too_many_media", message, param)
 
     async def _item(self, part: MediaPart, param: str, body: ChatCompletionRequest) -> MediaItem:
-        if not isinstance(part, ImageUrlPart):
-            assert not isinstance(part, RawMediaPart), "the family's modalities were checked"
+        if isinstance(part, EmbedsPart):
             return self._stored_item(part, param)
+        modality = modality_of(part)
         if not self._config.has_tower:
             raise RequestError(
                 400,
                 "no_encoder",
-                f"{param}: this instance has no encoder; send what an encoder reported (image_embeds), "
+                f"{param}: this instance has no encoder; send what an encoder reported ({modality}_embeds), "
                 "or start it with --ec-miss compute",
                 param,
             )
-        data = await read_source(part.image_url.url, self._config.media, f"{param}.image_url.url")
-        return await self._in_pool(self._raw_image, data, f"{param}.image_url.url", body)
+        data, source = await _read(part, self._config.media, param)
+        return await self._in_pool(self._raw_item, modality, data, source, body)
 
-    def _raw_image(self, data: bytes, param: str, body: ChatCompletionRequest) -> MediaItem:
-        self._metrics.media_decoded.labels("image").inc()
-        image: Image.Image = decode_image(data, self._config.media, param)
+    def _raw_item(self, modality: str, data: bytes, param: str, body: ChatCompletionRequest) -> MediaItem:
+        self._metrics.media_decoded.labels(modality).inc()
+        decoded, content = _decode(modality, data, self._config.media, param)
         options = body.mm_processor_kwargs or {}
         try:
-            processed = self._family.process_image(image, options)
+            processed = self._family.process(modality, decoded, options)
             key = mm_hash(
                 fingerprint=self._engine.fingerprint,
-                modality="image",
+                modality=modality,
                 options=options,
-                content=image_content(image),
+                content=content,
                 salt=body.cache_salt or "",
             )
         except (MediaRefused, ValueError) as error:
             raise refuse(str(error), param) from error
-        return MediaItem("image", key, processed.num_embeds, processed.metadata, features=processed.features)
+        return MediaItem(modality, key, processed.num_embeds, processed.metadata, features=processed.features)
 
     def _stored_item(self, part: EmbedsPart, param: str) -> MediaItem:
         modality = modality_of(part)
@@ -186,6 +184,27 @@ class PromptBuilder:
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+async def _read(part: RawMediaPart, limits: MediaLimits, param: str) -> tuple[bytes, str]:
+    """The encoded bytes of an item, and the name of the field they come from. Raises `RequestError`."""
+    if isinstance(part, InputAudioPart):
+        field = f"{param}.input_audio"
+        if part.input_audio.format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise refuse(f"{part.input_audio.format!r} is not known; known are {known}", f"{field}.format")
+        return decode_base64(part.input_audio.data, limits, f"{field}.data"), f"{field}.data"
+    field = f"{param}.{part.type}.url"
+    return await read_source(getattr(part, part.type).url, limits, field), field
+
+
+def _decode(modality: str, data: bytes, limits: MediaLimits, param: str) -> tuple[Decoded, MediaContent]:
+    """Decoded media, and what identifies it. Raises `RequestError`."""
+    if modality == "audio":
+        sound = decode_audio(data, limits, param)
+        return sound, audio_content(sound)
+    image = decode_image(data, limits, param)
+    return image, image_content(image)
 
 
 def modality_of(part: MediaPart) -> str:

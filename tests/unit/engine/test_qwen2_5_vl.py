@@ -13,11 +13,12 @@ from epd_engine.core.request import MediaItem
 from epd_engine.models.base import MediaRefused
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import model_fingerprint
-from epd_engine.models.qwen2_5_vl import TOWER_PREFIXES, Qwen2_5_VL
+from epd_engine.models.qwen2_5_vl import Qwen2_5_VL
 from epd_engine.models.registry import family_of
 from tests.support.digits import MODEL, Reference
 
 CPU = torch.device("cpu")
+TOWER_PREFIXES = tuple(Qwen2_5_VL.tower_names)
 
 
 def family(folder: Path = MODEL) -> Qwen2_5_VL:
@@ -63,7 +64,7 @@ def test_encoder_outputs_equal_transformers_whatever_is_in_the_batch(reference: 
     loaded = family()
     loaded.load_tower()
     pictures = [Image.effect_noise(size, 80).convert("RGB") for size in ((60, 60), (200, 40), (112, 90))]
-    features = [loaded.process_image(p, {}) for p in pictures]
+    features = [loaded.process("image", p, {}) for p in pictures]
     for output, item in zip(loaded.encode([f.features for f in features]), features, strict=True):
         wanted = reference.model.model.get_image_features(**item.features).pooler_output[0]
         assert output.shape == (item.num_embeds, loaded.embed_width)
@@ -141,17 +142,17 @@ def test_malformed_metadata_is_refused(metadata: dict) -> None:
 
 def test_an_aspect_ratio_beyond_the_processor_is_refused() -> None:
     with pytest.raises(MediaRefused, match="refuses this picture"):
-        family().process_image(Image.new("RGB", (3000, 1)), {})
+        family().process("image", Image.new("RGB", (3000, 1)), {})
 
 
 def test_unknown_processor_options_are_refused_and_known_ones_change_the_size() -> None:
     picture = Image.new("RGB", (400, 400))
     with pytest.raises(MediaRefused, match="'max_pixel' is not known"):
-        family().process_image(picture, {"max_pixel": 1})
+        family().process("image", picture, {"max_pixel": 1})
     for bad in ({"max_pixels": 0}, {"max_pixels": 1 << 40}, {"max_pixels": "9"}, {"min_pixels": 20_000}):
         with pytest.raises(MediaRefused, match="pixels"):
-            family().process_image(picture, bad)
-    small = family().process_image(picture, {"min_pixels": 28 * 28, "max_pixels": 56 * 56})
+            family().process("image", picture, bad)
+    small = family().process("image", picture, {"min_pixels": 28 * 28, "max_pixels": 56 * 56})
     assert small.num_embeds == 4
 
 
@@ -219,6 +220,13 @@ class TestCheckpoint:
         (copy / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="but the config says"):
             family(copy).load_language()
+
+    def test_a_config_with_a_wrong_type_is_named(self, copy: Path) -> None:
+        config = json.loads((copy / "config.json").read_text())
+        config["text_config"]["hidden_size"] = "wide"
+        (copy / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"config.json is no Qwen2_5_VLConfig.*hidden_size"):
+            family(copy)
 
     def test_missing_tensors_are_counted(self, copy: Path) -> None:
         config = json.loads((copy / "config.json").read_text())

@@ -1,0 +1,50 @@
+"""The language side, which is the same for all families: a text model of transformers and its head."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from epd_engine.models.checkpoint import CheckpointError
+from epd_engine.worker.paged_attention import ATTENTION_NAME
+
+
+class LanguageModel(nn.Module):
+    """Runs packed tokens over the paged KV; a tied head has no tensor of its own."""
+
+    def __init__(self, model: Any, tied: bool):
+        """`model` is a module that takes embeddings and gives hidden states (`Qwen2Model` and its like)."""
+        super().__init__()
+        config = model.config
+        self.model = model
+        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embeds: torch.Tensor = self.model.embed_tokens(token_ids)
+        return embeds
+
+    def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """`[tokens, width]` at `[axes, tokens]` to `[tokens, hidden]`."""
+        out = self.model(
+            inputs_embeds=embeds[None],
+            # A row of a batch of one; models with several axes take them before the batch.
+            position_ids=positions if len(positions) == 1 else positions[:, None],
+            attention_mask={"full_attention": None},  # the paged attention makes its own
+            use_cache=False,
+            **attention,
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is None:
+            return nn.functional.linear(hidden, self.model.embed_tokens.weight)
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+
+def check_attention(text_config: Any) -> None:
+    """Raises `CheckpointError` for attention that the paged KV does not know."""
+    if "sliding_attention" in text_config.layer_types:
+        raise CheckpointError("sliding-window attention (use_sliding_window) is not supported")
