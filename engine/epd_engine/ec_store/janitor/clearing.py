@@ -14,6 +14,7 @@ meanwhile moves back in the order.
 """
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from epd_engine.ec_store.janitor.scan import look
 from epd_engine.ec_store.layout import ENTRY_NAME
 from epd_engine.ec_store.leases import live_leases
 
-BATCH = 64  # deletions between two looks at our own lease and at the readers'
+BATCH = 64  # deletions between two looks at our own lease
+LEASES_SECONDS = 0.5  # how old what we know of the readers' leases may be when an entry goes
 NS = 1_000_000_000
 
 
@@ -59,21 +61,28 @@ class Clearing:
         self._freed = self._gone = 0  # what a dry run would have changed
         high, low = int(budget * self.limits.high_water), int(budget * self.limits.low_water)
         goal = low if self.usage() > high else high
+        self._leases_read = -LEASES_SECONDS
         place: Known | None = None
         while batch := self.index.least_recently_used(place, BATCH):
             self.lease.check()
-            leased = {base: live_leases(path) for base, path in self.bases.items()}
             with self.index.batch():
                 for entry in batch:
                     reason = self._reason(entry, now, goal, high)
                     if reason is None:
                         return done
-                    if entry.key in leased.get(entry.base, ()):
+                    if self._is_leased(entry):
                         done.leased += 1
                     else:
                         self._clear(entry, reason, done)
             place = batch[-1]
         return done
+
+    def _is_leased(self, entry: Known) -> bool:
+        """As of a moment ago, however slow the pace is and whether or not we were paused. Raises OSError."""
+        if time.monotonic() - self._leases_read >= LEASES_SECONDS:
+            self._leases = {base: live_leases(path) for base, path in self.bases.items()}
+            self._leases_read = time.monotonic()
+        return entry.key in self._leases[entry.base]
 
     def _reason(self, entry: Known, now: float, goal: int, high: int) -> str | None:
         """Why this entry, the least recently used that is left, must go. None: no more need to."""
@@ -92,6 +101,9 @@ class Clearing:
     def _clear(self, entry: Known, reason: str, done: Cleared) -> None:
         if not self.dry_run:
             self.pace.take()
+        if self._is_leased(entry):  # since
+            done.leased += 1
+            return
         base = self.bases[entry.base]
         try:
             seen = look(base, entry.key)

@@ -5,6 +5,8 @@ import os
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -77,7 +79,7 @@ class Keeper:
         self._listed: dict[
             int, tuple[int, bool]
         ] = {}  # base -> its time when listed, and whether it was still
-        self._sequence = 0
+        self._left_alone: set[str] = set()
         self._place: tuple[int, str] | None = None  # where the next re-check begins
         self._looked = False
         self.totals = Totals() if totals is None else totals
@@ -136,11 +138,10 @@ class Keeper:
         if not publish:
             return
         self._lease.check()
-        self._sequence += 1
         assert self._lease.token is not None
         Report(
             token=self._lease.token,
-            sequence=self._sequence,
+            sequence=self.totals.cycles,  # goes on after an error that ended a keeper, as the token does
             time=time.time(),
             budget=budget,
             used=self._used(),
@@ -152,12 +153,10 @@ class Keeper:
     def _discover(self) -> None:
         """Adds what is new to the index, and drops what somebody else has deleted."""
         for namespace in scan.namespaces(self._root):
-            if namespace not in self._numbers:
-                number = self._numbers[namespace] = len(self._numbers)
-                if os.access(self._root / namespace, os.R_OK | os.X_OK):
-                    self._bases[number] = self._root / namespace
-                else:
-                    log.warning("%s is closed to the janitor and left alone", self._root / namespace)
+            if namespace in self._numbers or self._is_left_alone(namespace):
+                continue
+            number = self._numbers[namespace] = len(self._numbers)
+            self._bases[number] = self._root / namespace
         for number in list(self._bases):
             self._list(number)
         if not self._looked:
@@ -168,10 +167,21 @@ class Keeper:
                 raise
             self._looked = True
 
+    def _is_left_alone(self, namespace: str) -> bool:
+        """Whether it is closed to us and somebody else's, as a volume's lost+found is."""
+        base = self._root / namespace
+        if scan.is_open(base) or scan.is_ours(base):
+            return False
+        if namespace not in self._left_alone:
+            self._left_alone.add(namespace)
+            log.warning("%s is closed to the janitor and left alone", base)
+        return True
+
     def _list(self, number: int) -> None:
         base = self._bases[number]
         refresh_directory(base)
         try:
+            scan.check_open(base)  # a report without what lies there would let writers exceed the budget
             changed = os.stat(base).st_mtime_ns
             before, was_still = self._listed.get(number, (-1, False))
             # A name that came within one tick of the clock after a listing does not change the time again: so
@@ -194,12 +204,24 @@ class Keeper:
         self._pace.go_on()
         self._lease.check()
 
+    @contextmanager
+    def _sparing(self, base: Path) -> Iterator[None]:
+        """One entry's place that is closed to us must not keep us from the others. Raises PermissionError
+        where the whole base is."""
+        try:
+            yield
+        except PermissionError:
+            scan.check_open(base)
+            self.totals.refused += 1
+
     def _meet(self, number: int, keys: list[str]) -> None:
         self._breathe()
         base, new = self._bases[number], []
         with self._index.batch():
             for key in self._index.unknown(number, keys) if self._looked else keys:
-                seen = scan.look(base, key)
+                seen = None
+                with self._sparing(base):
+                    seen = scan.look(base, key)
                 if seen is None:
                     self._index.set_unfinished(number, key, 0)
                 else:
@@ -212,8 +234,9 @@ class Keeper:
             self._breathe()
             with self._index.batch():
                 for entry in known:
-                    if scan.look(self._bases[number], entry.key) is None:
-                        self._index.unfinish(entry)
+                    with self._sparing(self._bases[number]):
+                        if scan.look(self._bases[number], entry.key) is None:
+                            self._index.unfinish(entry)
             place = (number, known[-1].key)
 
     def _review_unfinished(self, now: float) -> None:
@@ -223,7 +246,8 @@ class Keeper:
             self._breathe()
             with self._index.batch():
                 for number, key in found:
-                    self._review(number, key, now)
+                    with self._sparing(self._bases[number]):
+                        self._review(number, key, now)
             place = found[-1]
 
     def _review(self, number: int, key: str, now: float) -> None:
@@ -280,7 +304,8 @@ class Keeper:
         with self._index.batch():
             for entry in known:
                 self._pace.take(RECHECK_COST)
-                self._recheck_entry(entry, now)
+                with self._sparing(self._bases[entry.base]):
+                    self._recheck_entry(entry, now)
         return bool(known)
 
     def _recheck_entry(self, entry: Known, now: float) -> None:

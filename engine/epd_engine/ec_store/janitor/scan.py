@@ -1,5 +1,6 @@
 """What lies in a store, by looking. Nothing here changes anything."""
 
+import errno
 import os
 import re
 import stat
@@ -42,6 +43,23 @@ def namespaces(root: Path) -> list[str]:
             and entry.is_dir(follow_symlinks=False)
         ]
     return ["", *sorted(named)]
+
+
+def is_open(base: Path) -> bool:
+    """Whether this process may list what is in `base`."""
+    return os.access(base, os.R_OK | os.X_OK, effective_ids=True)
+
+
+def check_open(base: Path) -> None:
+    """Raises PermissionError where `base` is there and closed to this process."""
+    if not is_open(base) and base.exists():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(base))
+
+
+def is_ours(base: Path) -> bool:
+    """Whether `base` belongs to our user or one of our groups, however closed it is. Raises OSError."""
+    status = os.stat(base)
+    return status.st_uid == os.geteuid() or status.st_gid in (os.getegid(), *os.getgroups())
 
 
 def keys(base: Path) -> Iterator[str]:

@@ -241,29 +241,6 @@ def test_an_entry_saved_again_into_a_directory_that_outlived_it_is_noticed(
     assert keeper.usage.entries == 1
 
 
-def test_a_directory_that_is_closed_to_the_janitor_is_left_alone(
-    root: Path, keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A volume's lost+found. Root may enter anything, so the kernel's answer is replaced."""
-    put(root, 0)
-    (root / "lost+found").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "lost+found")
-    monkeypatch.setattr(os, "stat", only_outside(root / "lost+found", os.stat))
-    keeper = keep()
-    keeper.cycle()
-    assert keeper.usage is not None
-    assert keeper.usage.entries == 1
-
-
-def only_outside(closed: Path, real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
-    def stat(path: Any, **options: Any) -> os.stat_result:
-        if not isinstance(path, int) and str(path).startswith(str(closed)):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, **options)
-
-    return stat
-
-
 def test_a_report_says_what_is_left_to_write(root: Path, keep: Callable[..., Keeper]) -> None:
     path = put(root, 0)
     keep(capacity=1 << 20).cycle()
