@@ -3,8 +3,8 @@
     python benchmarks/make_model.py OUT [--family qwen2_5_vl | qwen2_audio] [--size tiny | small | 100m]
                                     [--seed N] [--dtype float32 | bfloat16 | float16]
 
-transformers, this engine and vLLM load the folder. Nothing is downloaded. Weights are drawn wider than a
-trained model's, or else a random model's answer would hardly depend on the picture or the sound.
+Nothing is downloaded. Weights are drawn wider than a trained model's, or else a random model's answer would
+hardly depend on the picture or the sound.
 """
 
 import argparse

@@ -21,6 +21,7 @@ class LanguageModel(nn.Module):
         self.model.set_attn_implementation(ATTENTION_NAME)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[tokens]` to `[tokens, width]`."""
         embeds: torch.Tensor = self.model.embed_tokens(token_ids)
         return embeds
 

@@ -75,9 +75,11 @@ class Qwen2Audio(ModelFamily):
         )
         if not bool(torch.isfinite(out["input_features"]).all()):
             raise MediaRefused("the sound's samples are too large for a spectrogram; they belong in [-1, 1]")
-        frames = out["attention_mask"].sum(-1)
-        metadata = {TOKENS: _tokens(int(frames))}
-        features = {"input_features": out["input_features"], "num_frames": frames}
+        frames = int(out["attention_mask"].sum())
+        metadata = {TOKENS: _tokens(frames)}
+        # The rest is padding, of which the last positions see no more than this.
+        spectrum = out["input_features"][..., : 2 * _positions(frames) + 1].clone()
+        features = {"input_features": spectrum, "num_frames": torch.tensor(frames)}
         return ProcessedMedia(features, metadata, self.num_embeds("audio", metadata))
 
     def _check_length(self, sound: Waveform) -> None:
@@ -99,12 +101,12 @@ class Qwen2Audio(ModelFamily):
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        spectra = torch.cat([f["input_features"] for f in batch]).to(self.device, self.dtype)
-        frames = torch.cat([f["num_frames"] for f in batch]).to(self.device)
-        outputs = self.tower(spectra, _positions(frames))
+        frames = [int(f["num_frames"]) for f in batch]
+        longest = max(f["input_features"].shape[-1] for f in batch)
+        spectra = torch.cat([_padded(f["input_features"], longest) for f in batch])
+        outputs = self.tower(spectra.to(self.device, self.dtype), [_positions(n) for n in frames])
         # Clones, so that one item's entry in the cache does not keep the whole batch alive.
-        counts = [_tokens(n) for n in frames.tolist()]
-        return [output[:count].clone() for output, count in zip(outputs, counts, strict=True)]
+        return [output[: _tokens(n)].clone() for output, n in zip(outputs, frames, strict=True)]
 
     # Modules
 
@@ -117,25 +119,46 @@ class Qwen2Audio(ModelFamily):
 
 
 class _Tower(nn.Module):
+    """transformers' layers over as many positions as the longest sound of a batch has. Its own encoder runs
+    over the model's full 30 seconds always, with the same outcome."""
+
     def __init__(self, config: Any):
         super().__init__()
-        self.encoder = Qwen2AudioEncoder._from_config(config.audio_config, attn_implementation="sdpa")
+        self.encoder: Any = Qwen2AudioEncoder._from_config(config.audio_config, attn_implementation="sdpa")
         self.projector = Qwen2AudioMultiModalProjector(config)
 
-    def forward(self, spectra: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, spectra: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """Spectra `[items, mel bins, frames]`, of each of which the first `positions[i]` of the encoder's
         positions are sound and the others padding, to `[items, tokens, width]`."""
-        length = self.encoder.config.max_source_positions
-        is_sound = torch.arange(length, device=positions.device) < positions[:, None]
-        mask = is_sound[:, None, None].expand(-1, 1, length, -1)
-        projected: torch.Tensor = self.projector(self.encoder(spectra, mask).last_hidden_state)
+        encoder, length = self.encoder, max(positions)
+        hidden = nn.functional.gelu(encoder.conv1(spectra))
+        hidden = nn.functional.gelu(encoder.conv2(hidden)).transpose(1, 2)[:, :length]
+        hidden = hidden + encoder.embed_positions.weight[:length]
+        mask = _mask(positions, hidden.device)
+        for layer in encoder.layers:
+            hidden = layer(hidden, mask)
+        pooled = encoder.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2)
+        projected: torch.Tensor = self.projector(encoder.layer_norm(pooled))
         return projected
 
 
-def _positions(frames: Any) -> Any:
+def _mask(positions: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Which positions `[items, 1, 1, positions]` are sound; None where all are."""
+    length = max(positions)
+    if min(positions) == length:
+        return None
+    ends = torch.tensor(positions, device=device)
+    return (torch.arange(length, device=device) < ends[:, None])[:, None, None]
+
+
+def _padded(spectrum: torch.Tensor, frames: int) -> torch.Tensor:
+    return nn.functional.pad(spectrum, (0, frames - spectrum.shape[-1]))
+
+
+def _positions(frames: int) -> int:
     """How many of the encoder's positions come from so many frames."""
     return (frames - 1) // 2 + 1
 
 
 def _tokens(frames: int) -> int:
-    return int((_positions(frames) - POOL) // POOL + 1)
+    return (_positions(frames) - POOL) // POOL + 1
