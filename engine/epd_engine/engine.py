@@ -24,6 +24,7 @@ from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import model_fingerprint
 from epd_engine.models.registry import family_of
 from epd_engine.worker.model_runner import ModelRunner
+from epd_engine.worker.packed_linear import pack_linears
 from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Engine:
             self.family.load_tower()
         if not config.is_encode_only:
             self.family.load_language()
+        for module in self.family.modules():
+            pack_linears(module)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         planner = MediaPlanner(
             self.encoder_cache,

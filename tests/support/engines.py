@@ -20,7 +20,7 @@ def engine(
     model: Path = MODEL,
     extra: Sequence[str] = (),
 ) -> Server:
-    """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs) or both; not started yet."""
+    """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs) or both, not started."""
     port = free_port()
     argv = [
         str(BIN / "epd-engine"),

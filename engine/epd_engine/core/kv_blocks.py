@@ -93,7 +93,8 @@ class BlockPool:
 def block_hashes(request: Request, block_size: int, num_blocks: int) -> list[bytes]:
     """Hashes of the first `num_blocks` full blocks of `request`; what is known already is not made again.
 
-    Each covers the block's tokens, the keys and places of media in it, the block before, and the tenant's salt.
+    Each covers the block's tokens, the keys and places of media in it, the block before, and the tenant's
+    salt.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), num_blocks):

@@ -1,7 +1,7 @@
 """Linear layers whose weights lie as the CPU's matrix kernels want them.
 
-Without it oneDNN rearranges a bfloat16 weight at each call, which costs as much as the product itself where few
-tokens are decoded: twice the speed for one token, a third more for sixteen, on a CPU with AVX-512 BF16.
+Without it oneDNN rearranges a bfloat16 weight at each call, which costs as much as the product itself where
+few tokens are decoded: twice the speed for one token, a third more for sixteen, with AVX-512 BF16.
 """
 
 from typing import Any
@@ -22,9 +22,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.weight, self.bias, "none", [], ""
-        )
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return product
 
 
@@ -49,6 +47,6 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
 def _is_supported() -> bool:
     # What torch's own compiler emits for CPUs; not a public name, so its absence costs speed only.
     operations: Any = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and all(
+    return bool(torch.backends.mkldnn.is_available()) and all(  # type: ignore[no-untyped-call]
         hasattr(operations, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )

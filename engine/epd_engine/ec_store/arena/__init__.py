@@ -14,5 +14,6 @@ What if a peer is slow, dead, restarted or lies?
 """
 
 from epd_engine.ec_store.arena.directory import sweep
+from epd_engine.ec_store.arena.usage import MemoryUsage, memory_usage
 
-__all__ = ["sweep"]
+__all__ = ["MemoryUsage", "memory_usage", "sweep"]

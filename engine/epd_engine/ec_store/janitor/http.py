@@ -2,7 +2,9 @@
 
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from threading import Thread
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -41,29 +43,39 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/usage")
     async def usage() -> JSONResponse:
-        found = service.usage
-        if found is None:
+        document = _usage(service)
+        if document is None:
             return JSONResponse({"detail": "the store was not looked at yet"}, 503)
-        return JSONResponse(
-            {
-                "bytes": found.bytes,
-                "entries": found.entries,
-                "capacity": found.capacity,
-                "oldestSeconds": round(found.oldest_seconds, 3),
-                "unfinishedBytes": found.unfinished_bytes,
-                "quarantinedBytes": found.quarantined_bytes,
-                "quarantinedEntries": found.quarantined_entries,
-                "writers": found.writers,
-                "creditBytes": found.credit,
-                "isJanitor": service.leading,
-            }
-        )
+        return JSONResponse(document)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     return app
+
+
+def _usage(service: Service) -> dict[str, Any] | None:
+    """Of the files, with the memory in front of them beside; of the memory alone where there are no files."""
+    memory = None if service.memory is None else asdict(service.memory)
+    if service.path is None:
+        return memory
+    found = service.usage
+    if found is None:
+        return None
+    document = {
+        "bytes": found.bytes,
+        "entries": found.entries,
+        "capacity": found.capacity,
+        "oldestSeconds": round(found.oldest_seconds, 3),
+        "unfinishedBytes": found.unfinished_bytes,
+        "quarantinedBytes": found.quarantined_bytes,
+        "quarantinedEntries": found.quarantined_entries,
+        "writers": found.writers,
+        "creditBytes": found.credit,
+        "isJanitor": service.leading,
+    }
+    return document if memory is None else {**document, "memory": memory}
 
 
 class _Collector(Collector):
@@ -76,6 +88,13 @@ class _Collector(Collector):
         service = self._service
         yield _gauge("leading", "Whether this process is the store's janitor", float(service.leading))
         yield _gauge("look_seconds", "How long the last look at the store took", service.look_seconds)
+        memory = service.memory
+        if memory is not None:
+            yield _gauge("memory_bytes", "Bytes of entries in shared memory", memory.bytes)
+            yield _gauge("memory_entries", "Entries in shared memory", memory.entries)
+            yield _gauge("memory_capacity_bytes", "Bytes that entries may take there", memory.capacity)
+            yield _gauge("memory_committed_bytes", "Memory taken for them", memory.committed)
+            yield _gauge("memory_arenas", "Producers that have memory there", memory.arenas)
         usage = service.usage
         if usage is not None:
             yield _gauge("bytes", "Bytes in the store", usage.bytes)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
+from epd_engine.ec_store.arena import MemoryUsage, memory_usage, sweep
 from epd_engine.ec_store.credit import someone_new_or_waiting
 from epd_engine.ec_store.janitor.clearing import Cleared
 from epd_engine.ec_store.janitor.index import Index
@@ -49,6 +50,7 @@ class Service:
         self._memory_due = self._look_due = self._round_due = 0.0
         # What the HTTP side reads; each is replaced as a whole.
         self.usage: Usage | None = None
+        self.memory: MemoryUsage | None = None
         self.totals = Totals()
         self.errors = 0
         self.swept = Counter[str]()
@@ -141,10 +143,9 @@ class Service:
             self._index = None
 
     def _sweep_memory(self, directory: Path) -> None:
-        from epd_engine.ec_store.arena import sweep
-
         try:
             swept = sweep(directory)
+            self.memory = memory_usage(directory)
         except OSError as error:
             self.errors += 1
             log.error("shared memory in %s cannot be swept: %s", directory, error)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd_engine.ec_store.arena import sweep
+from epd_engine.ec_store.arena import MemoryUsage, memory_usage, sweep
 from epd_engine.ec_store.arena.layout import EPOCH_WORD, PAGE, SLOT_BYTES, Geometry
 from epd_engine.ec_store.arena.reader import ArenaReader
 from epd_engine.ec_store.arena.store import MemoryStore
@@ -272,6 +272,20 @@ def test_only_arenas_of_the_dead_are_swept(memory: Path) -> None:
     assert sweep(memory) == [str(path), str(base / "torn.unfinished")] or not path.exists()
     assert mine.path.exists()
     assert sweep(memory) == []
+
+
+def test_usage_counts_what_is_there(memory: Path) -> None:
+    assert memory_usage(memory / "nowhere") == MemoryUsage()
+    arenas = [writer(memory / "namespace") for _ in range(2)]
+    for n, key in enumerate(KEYS[:3]):
+        put(arenas[0], key, n * STEP, tensor(n))
+    put(arenas[1], KEYS[3], 0, tensor(3))
+    arenas[0].retire(KEYS[0])
+    (memory / "foreign.arena").write_bytes(b"x" * 8192)
+    usage = memory_usage(memory)
+    assert (usage.entries, usage.arenas, usage.capacity) == (3, 2, CAPACITY)
+    assert 3 * ROWS * WIDTH * 2 < usage.bytes < 3 * STEP
+    assert usage.committed == sum(arena.committed for arena in arenas)
 
 
 def test_a_reader_among_constant_replacement_gets_whole_entries_or_misses(memory: Path) -> None:
