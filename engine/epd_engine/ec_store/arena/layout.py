@@ -12,6 +12,7 @@ slot stands for no entry. Both only grow. A number of 8 aligned bytes is written
 import struct
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 
 MAGIC = b"EPDARENA"
 VERSION = 1
@@ -48,19 +49,19 @@ class Geometry:
         slots = min(_MAX_SLOTS, max(_MIN_SLOTS, data_bytes // _BYTES_A_SLOT))
         return cls(slots, 2 * slots, _pages(data_bytes))
 
-    @property
+    @cached_property
     def buckets_at(self) -> int:
         return PAGE
 
-    @property
+    @cached_property
     def slots_at(self) -> int:
         return PAGE + _pages(4 * self.buckets)
 
-    @property
+    @cached_property
     def data_at(self) -> int:
         return self.slots_at + _pages(SLOT_BYTES * self.slots)
 
-    @property
+    @cached_property
     def file_bytes(self) -> int:
         return self.data_at + self.data_bytes
 

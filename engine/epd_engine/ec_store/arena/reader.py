@@ -31,6 +31,7 @@ from epd_engine.ec_store.errors import EntryDamaged, StoreUnavailable
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _TRIES = 20
 _PAUSE_SECONDS = 0.0005
+_MAX_KNOWN = 1024  # entries whose place is remembered between a look-up and a load
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class ArenaReader:
         self._populated = committed
 
     def _remember(self, key: str, located: Located) -> None:
-        if len(self._known) >= self._geometry.slots:
-            self._known.clear()
+        if len(self._known) >= _MAX_KNOWN:
+            del self._known[next(iter(self._known))]  # the one found longest ago
         self._known[key] = located
 
 

@@ -7,6 +7,7 @@ import torch
 
 from epd_engine.ec_store.arena.directory import ArenaDirectory
 from epd_engine.ec_store.arena.reader import ArenaReader, Located, verify
+from epd_engine.ec_store.arena.tensors import copied, digest
 from epd_engine.ec_store.entry import EntryHeader, Expectation
 from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, StoreUnavailable
 from epd_engine.ec_store.keys import check_key
@@ -62,16 +63,22 @@ class MemoryStore:
                 target = torch.empty(located.header.shape, dtype=located.tensor.dtype, device=device)
             else:
                 target = into
-            target.copy_(located.tensor)
-            if self._verify and target.device.type == "cpu":
-                try:
-                    verify(target, located)
-                except EntryDamaged:
-                    if reader.is_current(located):
-                        raise
+            intact = self._copy_out(located, target)
             if reader.is_current(located):
+                if not intact:
+                    raise EntryDamaged("the payload does not match its checksum")
                 return target
         raise EntryMissing(f"the entry {key} was replaced while it was read")
+
+    def _copy_out(self, located: Located, target: torch.Tensor) -> bool:
+        """Whether what arrived in `target` is what was stored, as far as that is checked."""
+        if not self._verify or located.checksum is None or target.device.type != "cpu":
+            target.copy_(located.tensor)
+            return True
+        if target.is_contiguous():
+            return copied(target, located.tensor) == located.checksum
+        target.copy_(located.tensor)
+        return digest(target) == located.checksum
 
     def _find(self, key: str) -> tuple[ArenaReader, Located]:
         check_key(key)

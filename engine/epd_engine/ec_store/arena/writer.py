@@ -27,7 +27,7 @@ from epd_engine.ec_store.arena.layout import (
     Geometry,
     fence,
 )
-from epd_engine.ec_store.arena.tensors import DTYPES, digest
+from epd_engine.ec_store.arena.tensors import DTYPES, copied
 from epd_engine.ec_store.errors import StoreUnavailable
 from epd_engine.ec_store.keys import check_key
 from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
@@ -35,12 +35,13 @@ from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _COMMIT_STEP = 32 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_TEXT = json.JSONEncoder(separators=(",", ":"))
 _DIRECTORY_MODE, _FILE_MODE = 0o2770, 0o640
 
 
 def text_of(modality: str, metadata: Mapping[str, Any]) -> bytes:
     """What an entry says in words. Raises `StoreUnavailable` for metadata that is too long to keep."""
-    text = json.dumps({"metadata": metadata, "modality": modality}, separators=(",", ":")).encode()
+    text = _TEXT.encode({"metadata": metadata, "modality": modality}).encode()
     if len(text) > MAX_TEXT_BYTES:
         raise StoreUnavailable(f"placeholder metadata of {len(text)} bytes exceeds {MAX_TEXT_BYTES}")
     return text
@@ -67,7 +68,7 @@ class ArenaWriter:
             raise StoreUnavailable(
                 f"cannot make an arena in {directory}: {error.strerror or error}"
             ) from error
-        self._words = memoryview(self._map).cast("Q")
+        self._words, self._halves = memoryview(self._map).cast("Q"), memoryview(self._map).cast("I")
         whole = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         self._data = whole[self.geometry.data_at :]
 
@@ -106,11 +107,14 @@ class ArenaWriter:
             raise StoreUnavailable(f"all {self.geometry.slots} slots of the arena are taken")
         payload = tensor.numel() * tensor.element_size()
         self._commit(offset + payload + len(text))
-        place = self._data[offset : offset + payload]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        place = self._data[offset : offset + payload].view(tensor.dtype).view(tensor.shape)
+        if self._checksums:
+            checksum = copied(place, tensor)
+        else:
+            checksum = bytes(16)
+            place.copy_(tensor)
         end = self.geometry.data_at + offset + payload
         self._map[end : end + len(text)] = text
-        checksum = digest(place) if self._checksums else bytes(16)
         rows, width = tensor.shape
         fields = (offset, payload, len(text), rows, width, code, self._checksums, time.time(), checksum, raw)
         self._link(key, raw, fields)
@@ -208,21 +212,16 @@ class ArenaWriter:
         return self.geometry.slots_at // 8 + slot * SLOT_WORDS
 
     def _head(self, bucket: int) -> int:
-        return int.from_bytes(self._map[self._bucket_at(bucket) : self._bucket_at(bucket) + 4], "little")
+        return self._halves[self.geometry.buckets_at // 4 + bucket]
 
     def _set_head(self, bucket: int, value: int) -> None:
-        self._map[self._bucket_at(bucket) : self._bucket_at(bucket) + 4] = value.to_bytes(4, "little")
-
-    def _bucket_at(self, bucket: int) -> int:
-        return self.geometry.buckets_at + 4 * bucket
+        self._halves[self.geometry.buckets_at // 4 + bucket] = value
 
     def _next(self, slot: int) -> int:
-        begin = self.geometry.slots_at + slot * SLOT_BYTES + 8
-        return int.from_bytes(self._map[begin : begin + 4], "little")
+        return self._halves[2 * self._slot_word(slot) + 2]
 
     def _set_next(self, slot: int, value: int) -> None:
-        begin = self.geometry.slots_at + slot * SLOT_BYTES + 8
-        self._map[begin : begin + 4] = value.to_bytes(4, "little")
+        self._halves[2 * self._slot_word(slot) + 2] = value
 
 
 class _IndexChange:
