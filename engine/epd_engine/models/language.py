@@ -39,6 +39,7 @@ class LanguageModel(nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` to `[rows, vocab]`."""
         if self.lm_head is None:
             return nn.functional.linear(hidden, self.model.embed_tokens.weight)
         logits: torch.Tensor = self.lm_head(hidden)
