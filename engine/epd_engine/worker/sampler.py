@@ -18,6 +18,9 @@ from epd_engine.worker.logits.sparse import add_bias, ban
 if TYPE_CHECKING:
     from epd_engine.worker.logits.grammar import GrammarMasks
 
+# Logits that a CPU works on at once: temporaries of this size stay near the caches and are not mapped anew.
+BLOCK = 1 << 21
+
 
 @dataclass
 class SampleOutput:
@@ -48,13 +51,13 @@ class Sampler:
         special = [row for row, request in enumerate(requests) if not _is_plain(request)]
         if not special:
             return SampleOutput(logits.argmax(-1).tolist())
-        chosen = [self._row(requests[row]) for row in special]
-        if len(special) == len(requests):
-            output = SampleOutput([0] * len(requests))
-        else:
-            output = SampleOutput(logits.argmax(-1).tolist())
-            logits = logits[torch.tensor(special, device=logits.device)]
-        self._choose(chosen, logits.float(), special, output)
+        all_special = len(special) == len(requests)
+        output = SampleOutput([0] * len(requests) if all_special else logits.argmax(-1).tolist())
+        size = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else len(special)
+        for begin in range(0, len(special), size):
+            places = special[begin : begin + size]
+            part = logits[begin : begin + size] if all_special else _take(logits, places)
+            self._choose([self._row(requests[row]) for row in places], part.float(), places, output)
         return output
 
     def forget(self, request_id: str) -> None:

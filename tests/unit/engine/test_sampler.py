@@ -17,6 +17,7 @@ from transformers import (
 
 from epd_engine.core.request import Request
 from epd_engine.core.sampling import SamplingParams
+from epd_engine.worker import sampler as sampler_module
 from epd_engine.worker.logits import draw as draw_module
 from epd_engine.worker.logits.draw import uniform
 from epd_engine.worker.sampler import SampleOutput, Sampler
@@ -118,6 +119,7 @@ def test_a_batch_gets_what_each_row_asks_for(
     requests = batch_of(all_wishes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw_module, "PREFIXES", prefixes)
+        patch.setattr(sampler_module, "BLOCK", block)
         output = sample(requests, logits)
         for row, wanted in enumerate(requests):
             if wanted.sampling.is_greedy:

@@ -11,11 +11,13 @@ import random
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from epd_engine.core.sampling import SamplingParams
 
-PREFIXES = (256, 8192)  # how many of the best tokens are looked at, before all of them
+# How many of the best tokens are put in order, where not all need be: the second is for a larger top-k.
+PREFIXES = (256, 8192)
 OPEN, MASS = 0, -1
 
 
@@ -92,22 +94,42 @@ def _draw_top_k(logits: torch.Tensor, limits: _Limits, depth: int) -> torch.Tens
 
 
 def _draw_mass(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
-    """Rows with top-p alone: as deep as their mass asks for."""
+    """Rows with top-p alone: most find their mass in the best few tokens."""
     probabilities = torch.softmax(logits, -1)
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    open_rows = torch.arange(len(logits), device=logits.device)
-    for depth in (*PREFIXES, logits.shape[-1]):
-        depth = min(depth, logits.shape[-1])
-        best, ids = _best(probabilities, depth)
-        part = limits.of(open_rows)
-        deep = best.sum(-1) < part.top_p
-        if depth == logits.shape[-1] or not bool(deep.any()):
-            tokens[open_rows] = _draw_nucleus(best, ids, part)
-            break
-        done = ~deep
-        tokens[open_rows[done]] = _draw_nucleus(best[done], ids[done], part.of(done))
-        open_rows, probabilities = open_rows[deep], probabilities[deep]
+    best, ids = _best(probabilities, min(PREFIXES[0], logits.shape[-1]))
+    tokens = _draw_nucleus(best, ids, limits)
+    deep = (best.sum(-1) < limits.top_p) & (best.shape[-1] < logits.shape[-1])
+    if bool(deep.any()):
+        tokens[deep] = _draw_deep(probabilities[deep], limits.of(deep))
     return tokens
+
+
+def _draw_deep(probabilities: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    """Rows so flat that their nucleus goes deep. A GPU sorts them; a CPU is much faster without."""
+    if probabilities.device.type != "cpu":
+        return _draw_nucleus(*_best(probabilities, probabilities.shape[-1]), limits)
+    floors = [
+        _nucleus_floor(row, p) for row, p in zip(probabilities.numpy(), limits.top_p.tolist(), strict=True)
+    ]
+    floor = torch.maximum(torch.tensor(floors), limits.min_p * probabilities.amax(-1))
+    return _invert(probabilities.masked_fill(probabilities < floor[:, None], 0), limits.uniforms)
+
+
+def _nucleus_floor(row: np.ndarray, top_p: float) -> float:
+    """The largest value such that what is not below it in float32 `row` `[vocab]` has a mass of `top_p`.
+
+    The bits of positive floats are in the values' order: their upper ones make a histogram of the mass, and
+    only what falls into the bucket where it reaches `top_p` is sorted.
+    """
+    buckets = row.view(np.int32) >> 12
+    buckets -= buckets.min()
+    mass = np.bincount(buckets, weights=row)[::-1]
+    reached = mass.cumsum()
+    place = min(int(np.searchsorted(reached, top_p)), len(mass) - 1)
+    inside = np.sort(row[buckets == len(mass) - 1 - place])[::-1]
+    above = reached[place] - mass[place]
+    last = int(np.searchsorted(above + inside.cumsum(dtype=np.float64), top_p))
+    return float(inside[min(last, len(inside) - 1)])
 
 
 def _best(values: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
