@@ -110,10 +110,13 @@ def batch_of(all_wishes: Sequence[dict]) -> list[Request]:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(wishes(), min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([(4, 16), (60, 60)])
+    st.lists(wishes(), min_size=1, max_size=6),
+    st.integers(0, 2**31),
+    st.sampled_from([(4, 16), (60, 60)]),
+    st.sampled_from([1, 3 * VOCAB, 1 << 21]),
 )
 def test_a_batch_gets_what_each_row_asks_for(
-    all_wishes: list[dict], noise: int, prefixes: tuple[int, int]
+    all_wishes: list[dict], noise: int, prefixes: tuple[int, int], block: int
 ) -> None:
     logits = torch.randn(len(all_wishes), VOCAB, generator=torch.Generator().manual_seed(noise)) * 3
     requests = batch_of(all_wishes)
