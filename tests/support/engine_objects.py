@@ -1,5 +1,7 @@
 """Small engine objects for tests of pure decisions: requests, items, and a store that is a set."""
 
+from collections.abc import Sequence
+
 import torch
 
 from epd_engine.core.request import MediaItem, Request
@@ -20,9 +22,11 @@ def key(name: str) -> str:
     return name.encode().hex().ljust(64, "0")
 
 
-def item(name: str, offset: int, num_embeds: int, *, pixels: bool = False) -> MediaItem:
+def item(
+    name: str, offset: int, num_embeds: int, *, pixels: bool = False, grid: Sequence[int] = (1, 2, 2)
+) -> MediaItem:
     features = {"pixel_values": torch.zeros(1)} if pixels else None
-    return MediaItem("image", key(name), num_embeds, {"image_grid_thw": [1, 2, 2]}, offset, features)
+    return MediaItem("image", key(name), num_embeds, {"image_grid_thw": list(grid)}, offset, features)
 
 
 def request(name: str, num_tokens: int, media: list[MediaItem] | None = None, max_tokens: int = 4) -> Request:

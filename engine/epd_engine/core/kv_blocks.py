@@ -7,6 +7,7 @@ were given back.
 """
 
 import hashlib
+import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -104,6 +105,8 @@ def block_hashes(request: Request, block_size: int, num_blocks: int) -> list[byt
         digest.update(array("q", request.tokens(start, end)).tobytes())
         for item in request.media_in(start, end):
             media = request.media[item]
-            digest.update(f"{media.mm_hash}{media.offset - start}".encode())
+            # Metadata too: another grid under one key is a false claim, and has other rotary positions.
+            said = json.dumps(media.metadata, sort_keys=True)
+            digest.update(f"{media.mm_hash} {media.offset - start} {media.num_embeds} {said}\n".encode())
         hashes.append(digest.digest())
     return hashes[:num_blocks]

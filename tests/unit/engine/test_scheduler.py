@@ -292,6 +292,8 @@ def test_media_in_a_known_beginning_are_not_asked_for() -> None:
         pytest.param(request("s", 18, [item("b", 2, 6)]), id="another picture"),
         pytest.param(request("s", 18, [item("a", 1, 6)]), id="the same elsewhere"),
         pytest.param(request("s", 18), id="none"),
+        pytest.param(request("s", 18, [item("a", 2, 6, grid=[1, 6, 4])]), id="another claim of its grid"),
+        pytest.param(request("s", 18, [item("a", 2, 5)]), id="another claim of its size"),
     ],
 )
 def test_the_same_tokens_over_other_media_are_another_prompt(other: Request) -> None:
