@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LARGER_IS_BETTER = frozenset({"requests/s", "tokens/s", "MB/s"})
+LARGER_IS_BETTER = frozenset({"requests/s", "tokens/s", "MB/s", "GB/s"})
 
 
 @dataclass(frozen=True)
