@@ -17,10 +17,12 @@ def engine(
     role: str | None = None,
     store: Path | None = None,
     memory: Path | None = None,
+    capacity: int = 8 << 20,
     model: Path = MODEL,
     extra: Sequence[str] = (),
 ) -> Server:
-    """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs) or both, not started."""
+    """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs of which it takes `capacity`
+    bytes) or both, not started."""
     port = free_port()
     argv = [
         str(BIN / "epd-engine"),
@@ -32,13 +34,13 @@ def engine(
         MODEL_NAME,
     ]
     if role is not None:
-        argv += ["--ec-transfer-config", json.dumps({"ec_role": role, **_connector(store, memory)})]
+        argv += ["--ec-transfer-config", json.dumps({"ec_role": role, **_connector(store, memory, capacity)})]
     return Server(name, [*argv, *extra], port, folder / f"{name}.log")
 
 
-def _connector(store: Path | None, memory: Path | None) -> dict[str, object]:
+def _connector(store: Path | None, memory: Path | None, capacity: int) -> dict[str, object]:
     files = {"shared_storage_path": str(store)}
-    arenas = {"path": str(memory), "capacity": 8 << 20}
+    arenas = {"path": str(memory), "capacity": capacity}
     if memory is None:
         return {"ec_connector": "ECSharedStorageConnector", "ec_connector_extra_config": files}
     if store is None:
