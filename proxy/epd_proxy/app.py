@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,14 +16,15 @@ from starlette.exceptions import HTTPException
 from epd_proxy import apiserver
 from epd_proxy.asgi import Message, Receive, Response, Scope, Send, request_id
 from epd_proxy.chat import ChatCompletions
-from epd_proxy.config import Config, Services
+from epd_proxy.config import DECODE, ENCODER, PD, PREFILL, Config, Limits, Services
 from epd_proxy.discovery import Discovery
 from epd_proxy.door import Door
 from epd_proxy.encoders import Encoders
 from epd_proxy.errors import ProxyError, Unauthorized
+from epd_proxy.handover import Handover
 from epd_proxy.http1 import UpstreamError
+from epd_proxy.language import Language, Pds
 from epd_proxy.metrics import Metrics
-from epd_proxy.pds import Pds
 from epd_proxy.pool import Instance
 from epd_proxy.primers import Primers
 from epd_proxy.prober import Prober
@@ -42,15 +43,16 @@ class Proxy:
     def __init__(self, config: Config) -> None:
         limits = config.limits
         self.metrics = metrics = Metrics()
-        self.encoder_role = Role("encoder", config.encoders, limits.connect, metrics)
-        self.pd_role = Role("pd", config.pds, limits.connect, metrics)
-        self._roles = (self.encoder_role, self.pd_role)
+        self.roles = {
+            name: Role(name, config.instances.get(name, ()), limits.connect, metrics) for name in config.roles
+        }
+        self.language = _language(self.roles, limits, metrics)
         self._limits = limits
         self._door = Door(config.api_keys, metrics)
-        self._prober = Prober(self._roles)
+        self._prober = Prober(tuple(self.roles.values()))
         self._discovery = self._discover(config.services) if config.services else None
-        primers = Primers(Encoders(self.encoder_role, limits, metrics), metrics)
-        self._chat = ChatCompletions(self._door, primers, Pds(self.pd_role, limits), limits, metrics)
+        primers = Primers(Encoders(self.roles[ENCODER], limits, metrics), metrics)
+        self._chat = ChatCompletions(self._door, primers, self.language, limits, metrics)
         self._others = self._other_routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,13 +89,11 @@ class Proxy:
             await self._discovery.stop()
         self._prober.stop()
         self._door.stop()
-        for role in self._roles:
+        for role in self.roles.values():
             role.client.close()
 
     def _discover(self, services: Services) -> Discovery:
-        pools = {services.pd: self.pd_role.pool}
-        if services.encoder is not None:
-            pools[services.encoder] = self.encoder_role.pool
+        pools = {service: self.roles[role].pool for role, service in services.names.items()}
         connect = apiserver.connector(services.namespace, tuple(pools))
         return Discovery(pools, connect, self.metrics.discovery())
 
@@ -111,16 +111,16 @@ class Proxy:
         return {"status": "ok"}
 
     async def _ready(self) -> PlainResponse:
-        ready = bool(self.pd_role.pool.ready())
-        roles = {role.name: [_state(instance) for instance in role.pool] for role in self._roles}
+        ready = all(role.pool.ready() for role in self.language.roles)
+        roles = {name: [_state(instance) for instance in role.pool] for name, role in self.roles.items()}
         return _json(200 if ready else 503, {"status": "ready" if ready else "not ready", "roles": roles})
 
     async def _metrics_page(self) -> PlainResponse:
         return PlainResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> PlainResponse:
-        """The models of a PD, as it lists them."""
-        role = self.pd_role
+        """The models of an instance that answers, as it lists them."""
+        role = self.language.roles[-1]
         authorization = self._door.passed_on(dict(request.scope["headers"]))
         headers = call_headers(request.state.request_id, authorization)
 
@@ -140,6 +140,12 @@ class Proxy:
             return await role.call(lease, request.state.request_id, attempt)
         finally:
             lease.release()
+
+
+def _language(roles: Mapping[str, Role], limits: Limits, metrics: Metrics) -> Language:
+    if PD in roles:
+        return Pds(roles[PD], limits)
+    return Handover(roles[PREFILL], roles[DECODE], limits, metrics)
 
 
 def _state(instance: Instance) -> dict[str, Any]:

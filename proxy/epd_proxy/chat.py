@@ -1,11 +1,14 @@
-"""The course of one chat completion: body, primers, rewriting, PD, answer."""
+"""The course of one chat completion: body, primers, rewriting, language model, answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from epd_proxy import logs
+from epd_proxy.answers import Missed, Opened
 from epd_proxy.asgi import Buffer, ClientGone, Receive, Response, Scope, Send, Share, read_body
 from epd_proxy.config import Limits
 from epd_proxy.door import Caller, Door
@@ -13,9 +16,9 @@ from epd_proxy.encoders import PrimerCall
 from epd_proxy.errors import BadRequest, EcMiss, EngineAnswer, ProxyError, Unavailable
 from epd_proxy.http1 import UpstreamError
 from epd_proxy.jsonbody import Chunks, JsonBody
+from epd_proxy.language import ChatCall, Language, Trail
 from epd_proxy.media import ChatBody, Primed, digest, key_text, read_chat, rewrite
 from epd_proxy.metrics import Metrics
-from epd_proxy.pds import Missed, Opened, PdCall, Pds
 from epd_proxy.primers import Key, Primers
 from epd_proxy.sse import EventBuffer
 
@@ -26,12 +29,14 @@ _HASH_IN_THREAD = 256 * 1024
 class ChatCompletions:
     """`POST /v1/chat/completions`, as a raw ASGI endpoint."""
 
-    def __init__(self, door: Door, primers: Primers, pds: Pds, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, door: Door, primers: Primers, language: Language, limits: Limits, metrics: Metrics
+    ) -> None:
         self.door = door
         self.buffer = Buffer(limits.max_buffered)
         metrics.buffered.set_function(lambda: self.buffer.held)
         self.primers = primers
-        self.pds = pds
+        self.language = language
         self.limits = limits
         self.metrics = metrics
         self._in_flight = 0
@@ -67,10 +72,9 @@ class Course:
         self._id = request_id
         self._headers = headers
         self._began = time.perf_counter()
-        self._stage = "proxy"
+        self._trail = Trail()
         self._client_gone = False
         self._caller: Caller | None = None
-        self._facts: dict[str, object] = {}
 
     async def run(self, receive: Receive) -> None:
         """Serve until the end, or until the client leaves, which cancels the calls made for it alone."""
@@ -117,7 +121,10 @@ class Course:
                 self.share.release()
                 waited = time.perf_counter() - self._began
                 self._home.metrics.ttft.observe(waited)
-                self._facts |= {"ttft_s": round(waited, 6), "pd": opened.lease.instance.origin.url}
+                self._trail.facts |= {
+                    "ttft_s": round(waited, 6),
+                    opened.role.name: opened.lease.instance.origin.url,
+                }
                 reply = opened.reply
                 if opened.events is None:
                     await self.response.whole(reply.status, reply.headers, opened.head)
@@ -141,16 +148,18 @@ class Course:
         chat = read_chat(body.doc, self._limits.max_items)
         if chat.items:
             return await self._open_media(body, chat)
-        chunks: Chunks = _render(body, rewrite(body.doc, (), ())[0]) if chat.has_uuid else [raw]
+        doc = rewrite(body.doc, (), ())[0] if chat.has_uuid else body.doc
+        own = None if chat.has_uuid else raw
         try:
-            return await self._ask_pd(chunks, chat.stream, metadata_only=False)
+            return await self._ask(body, doc, own, chat.stream, metadata_only=False)
         except Missed:
             raise EcMiss from None
 
     async def _open_media(self, body: JsonBody, chat: ChatBody) -> Opened:
-        self._facts["items"] = len(chat.items)
-        if not self._home.pds.role.pool.ready():
-            raise Unavailable("pd", "is ready")
+        self._trail.facts["items"] = len(chat.items)
+        for role in self._home.language.roles:
+            if not role.pool.ready():
+                raise Unavailable(role.name, "is ready")
         if self._caller is not None:
             # On media alone: it keeps tenants apart in the encoder cache, and text goes on as it came.
             body.doc["cache_salt"] = self._caller.salt(body.doc.get("cache_salt"))
@@ -158,13 +167,13 @@ class Course:
         call = PrimerCall(body, self._id, self._home.door.passed_on(self._headers))
         missed: list[Primed] | None = None
         for again in (False, True):
-            self._stage = "encoder"
+            self._trail.stage = "encoder"
             began = time.perf_counter()
             primed = await self._home.primers.prime(call, chat.items, keys, missed=missed)
-            self._facts["primer_s"] = _since(began)
+            self._trail.facts["primer_s"] = _since(began)
             document, metadata_only = rewrite(body.doc, chat.items, primed)
             try:
-                return await self._ask_pd(_render(body, document), chat.stream, metadata_only)
+                return await self._ask(body, document, None, chat.stream, metadata_only)
             except Missed:
                 logs.warning("ec_miss", request_id=self._id, again=again)
                 missed = primed
@@ -172,17 +181,19 @@ class Course:
                     self._home.metrics.reprimes.inc()
         raise EcMiss
 
-    async def _ask_pd(self, chunks: Chunks, stream: bool, metadata_only: bool) -> Opened:
-        self._stage = "pd"
+    async def _ask(
+        self, body: JsonBody, doc: Mapping[str, Any], raw: bytes | None, stream: bool, metadata_only: bool
+    ) -> Opened:
         authorization = self._home.door.passed_on(self._headers)
-        return await self._home.pds.open(PdCall(chunks, self._id, authorization, stream, metadata_only))
+        call = ChatCall(body, doc, raw, stream, metadata_only, self._id, authorization, self._trail)
+        return await self._home.language.open(call)
 
     async def _relay(self, opened: Opened, events: EventBuffer) -> None:
         """Pass a stream on as it comes; one that breaks off ends with an error event.
 
-        Raises ProxyError when the PD is at fault, ClientGone when the client no longer reads.
+        Raises ProxyError when the instance is at fault, ClientGone when the client no longer reads.
         """
-        role, instance = self._home.pds.role, opened.lease.instance
+        role, instance = opened.role, opened.lease.instance
         loop, idle = asyncio.get_running_loop(), self._limits.idle
         writing = True
         try:
@@ -212,18 +223,18 @@ class Course:
     def record(self) -> None:
         """Count and log the request, once it is over."""
         status = 499 if self._client_gone else self.response.status
-        self._home.metrics.requests.labels(str(status), self._stage).inc()
+        self._home.metrics.requests.labels(str(status), self._trail.stage).inc()
         if self._caller is not None:
             key, tenant = self._caller.key, self._caller.tenant
             self._home.metrics.key_requests.labels(key, tenant).inc()
-            self._facts |= {"key": key, "tenant": tenant}
+            self._trail.facts |= {"key": key, "tenant": tenant}
         logs.info(
             "request",
             request_id=self._id,
             status=status,
-            stage=self._stage,
+            stage=self._trail.stage,
             total_s=_since(self._began),
-            **self._facts,
+            **self._trail.facts,
         )
 
 
@@ -231,13 +242,6 @@ async def _key(text: Chunks) -> Key:
     if sum(map(len, text)) < _HASH_IN_THREAD:
         return digest(text)
     return await asyncio.to_thread(digest, text)
-
-
-def _render(body: JsonBody, document: object) -> Chunks:
-    try:
-        return body.render(document)
-    except ValueError as error:
-        raise BadRequest(f"the body cannot be passed on: {error}", code="invalid_json") from None
 
 
 def _since(began: float) -> float:

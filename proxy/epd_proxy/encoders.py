@@ -12,12 +12,11 @@ import orjson
 
 from epd_proxy.config import Limits
 from epd_proxy.errors import EngineAnswer, ProxyError
-from epd_proxy.http1 import UpstreamError
-from epd_proxy.jsonbody import Chunks, JsonBody
+from epd_proxy.jsonbody import JsonBody
 from epd_proxy.media import MediaItem, Primed, primer_doc
 from epd_proxy.metrics import Metrics
 from epd_proxy.pool import Instance, Lease
-from epd_proxy.upstream import CHAT_PATH, MAX_ANSWER, Failed, Role, busy, call_headers
+from epd_proxy.upstream import Failed, Role, busy, call_headers
 
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,256}")
 _PRIMER_PLACE = re.compile(rb"messages\[0\]\.content\[(\d+)\]")
@@ -46,6 +45,7 @@ class Encoders:
         Raises EngineAnswer with the encoder's own 4xx, or ProxyError 502, 503 or 504.
         """
         body = call.body.render(primer_doc(call.body.doc, items))
+        headers = call_headers(call.request_id, call.authorization)
         deadline = asyncio.get_running_loop().time() + self._limits.primer
 
         async def attempt(instance: Instance, another_may_follow: bool) -> list[Primed]:
@@ -54,25 +54,12 @@ class Encoders:
             budget = left / 2 if another_may_follow else left
             self._metrics.primers.inc()
             with self._metrics.primer_seconds.time():
-                answer = await self._post(instance, call, body, budget)
+                answer = await self.role.post(instance, headers, body, budget, "encoding")
             return self._primed(instance, answer, items)
 
         primed = await self.role.call(lease, call.request_id, attempt)
         self._metrics.primed_items.inc(len(items))
         return primed
-
-    async def _post(self, instance: Instance, call: PrimerCall, body: Chunks, budget: float) -> EngineAnswer:
-        headers = call_headers(call.request_id, call.authorization)
-        try:
-            async with asyncio.timeout(budget):
-                with await self.role.client.request(
-                    instance.origin, "POST", CHAT_PATH, headers, body
-                ) as reply:
-                    return EngineAnswer(reply.status, reply.headers, await reply.read(MAX_ANSWER))
-        except TimeoutError:
-            raise self.role.timed_out(instance, "encoding", budget) from None
-        except UpstreamError as error:
-            raise self.role.broken(instance, error) from error
 
     def _primed(self, instance: Instance, answer: EngineAnswer, items: Sequence[MediaItem]) -> list[Primed]:
         where = f"encoder {instance.origin.url}"

@@ -75,6 +75,22 @@ class EcMiss(ProxyError):
         super().__init__(503, message, code="ec_miss", retry_after=1)
 
 
+class KvMiss(ProxyError):
+    """The prompt's KV did not reach a decode instance, twice; the client may try again."""
+
+    def __init__(self) -> None:
+        message = "the KV of the prompt did not reach a decode instance, and again after a second prefill"
+        super().__init__(503, message, code="kv_miss", retry_after=1)
+
+
+class KvIncompatible(ProxyError):
+    """A decode instance refuses the KV of a prefill instance: another model, revision or layout."""
+
+    def __init__(self, reason: str) -> None:
+        message = f"no decode instance takes what the prefill instance has computed: {reason}"
+        super().__init__(503, message, code="kv_incompatible", retry_after=1)
+
+
 class Unavailable(ProxyError):
     """No instance of a role can take the request now."""
 

@@ -51,6 +51,17 @@ class Metrics:
         self.reprimes = Counter(
             "epd_proxy_reprimes", "Requests encoded again after an encoder cache miss", registry=registry
         )
+        self.prefill_seconds = Histogram(
+            "epd_proxy_prefill_seconds",
+            "What one request waits for its prefill, retries included",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.reprefills = Counter(
+            "epd_proxy_reprefills",
+            "Requests prefilled again since their KV did not reach a decode instance",
+            registry=registry,
+        )
         self.retries = Counter(
             "epd_proxy_retries", "Calls repeated on another instance", ["role"], registry=registry
         )

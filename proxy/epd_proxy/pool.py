@@ -11,7 +11,7 @@ from epd_proxy.config import Origin
 
 @dataclass(eq=False)
 class Instance:
-    """One engine process. `outstanding` is the work it holds: requests of a PD, items of an encoder."""
+    """One engine process. `outstanding` is the work it holds: requests, or items of an encoder."""
 
     origin: Origin
     ready: bool = False
@@ -67,9 +67,12 @@ class Pool:
         """Instances that may get traffic, in the order they were given."""
         return [one for one in self._instances.values() if one.ready and one not in exclude]
 
-    def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """The ready instance with the least outstanding work; the first given of several equal ones."""
-        return min(self.ready(exclude), key=lambda one: one.outstanding, default=None)
+    def pick(self, exclude: Collection[Instance] = (), avoid: Collection[Instance] = ()) -> Instance | None:
+        """The ready instance with the least outstanding work; the first given of several equal ones.
+
+        One to `avoid` is taken only where there is no other.
+        """
+        return min(self.ready(exclude), key=lambda one: (one in avoid, one.outstanding), default=None)
 
     def lost(self, instance: Instance, reason: str) -> None:
         """A connection failed: no traffic until a probe that starts from now on succeeds."""

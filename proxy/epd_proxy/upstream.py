@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
 from epd_proxy import logs
 from epd_proxy.config import Origin
 from epd_proxy.errors import EngineAnswer, Headers, ProxyError, Unavailable
 from epd_proxy.http1 import Client, Disconnected, Garbled, Unreachable, UpstreamError
+from epd_proxy.jsonbody import Chunks
 from epd_proxy.metrics import Metrics
 from epd_proxy.pool import Instance, Lease, Pool
 
@@ -48,15 +50,19 @@ class Role:
         metrics.instances.labels(name).set_function(lambda: len(self.pool))
         metrics.instances_ready.labels(name).set_function(lambda: len(self.pool.ready()))
 
-    def lease(self, size: int = 1) -> Lease:
+    def lease(self, size: int = 1, avoid: Collection[Instance] = ()) -> Lease:
         """The instance for the next piece of work. Raises Unavailable when none is ready."""
-        instance = self.pool.pick()
+        instance = self.pool.pick(avoid=avoid)
         if instance is None:
             raise Unavailable(self.name, "is ready")
         return Lease(instance, size)
 
     async def call(
-        self, lease: Lease, request_id: str, attempt: Callable[[Instance, bool], Awaitable[T]]
+        self,
+        lease: Lease,
+        request_id: str,
+        attempt: Callable[[Instance, bool], Awaitable[T]],
+        avoid: Collection[Instance] = (),
     ) -> T:
         """Run `attempt` on the leased instance, and after `Failed` on others; the lease moves along.
 
@@ -72,12 +78,25 @@ class Role:
                 return await attempt(lease.instance, follows)
             except Failed as failure:
                 self.report(lease.instance, failure, request_id)
-                spare = None if sent or len(tried) == _MAX_TRIED else self.pool.pick(tried)
+                spare = None if sent or len(tried) == _MAX_TRIED else self.pool.pick(tried, avoid)
                 sent = sent or failure.sent
                 if spare is None:
                     raise failure.final from None
                 self._metrics.retries.labels(self.name).inc()
                 lease.move(spare)
+
+    async def post(
+        self, instance: Instance, headers: Headers, body: Chunks, limit: float, stage: str
+    ) -> EngineAnswer:
+        """One chat completion whose answer is read whole within `limit` seconds. Raises Failed."""
+        try:
+            async with asyncio.timeout(limit):
+                with await self.client.request(instance.origin, "POST", CHAT_PATH, headers, body) as reply:
+                    return EngineAnswer(reply.status, reply.headers, await reply.read(MAX_ANSWER))
+        except TimeoutError:
+            raise self.timed_out(instance, stage, limit) from None
+        except UpstreamError as error:
+            raise self.broken(instance, error) from error
 
     def report(self, instance: Instance, failure: Failed, request_id: str) -> None:
         """Count and log a failed call."""

@@ -23,6 +23,8 @@ class Setup:
     client: httpx.AsyncClient
     encoders: list[Engine]
     pds: list[Engine]
+    prefills: list[Engine]
+    decodes: list[Engine]
 
     async def chat(self, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=body(*parts, **fields), headers=headers)

@@ -149,6 +149,22 @@ async def decode(call: Call) -> web.StreamResponse:
     return web.Response(body=ANSWER, content_type="application/json")
 
 
+async def prefill(call: Call) -> web.Response:
+    """What a prefill instance answers: the first token, and where the KV lies."""
+    return await prefilled({"remote_request_id": call.request.headers["x-request-id"]})(call)
+
+
+def prefilled(params: object, reason: str = "length") -> Handler:
+    """A prefill instance's answer with these `kv_transfer_params`."""
+
+    async def handler(call: Call) -> web.Response:
+        choice = {"index": 0, "message": {"role": "assistant", "content": "se"}, "finish_reason": reason}
+        document = {"object": "chat.completion", "choices": [choice], "kv_transfer_params": params}
+        return web.json_response(document)
+
+    return handler
+
+
 async def start_stream(call: Call) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     await response.prepare(call.request)

@@ -134,7 +134,7 @@ async def following(kube: Kube, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def proxy_for(kube: Kube) -> AsyncIterator[Setup]:
-    proxy = Proxy(Config(services=Services(kube.namespace.name, "d-pd", "d-encoder")))
+    proxy = Proxy(Config(services=Services(kube.namespace.name, {"pd": "d-pd", "encoder": "d-encoder"})))
     async with serving(proxy) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         yield Setup(proxy, http, [], [])
 

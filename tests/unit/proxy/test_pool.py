@@ -35,6 +35,14 @@ def test_the_least_outstanding_instance_is_picked_and_ties_go_to_the_first_given
     assert pool.pick().origin == URLS[0]
 
 
+def test_an_instance_to_avoid_is_picked_only_where_there_is_no_other():
+    pool = ready_pool()
+    first, second, third = pool
+    assert pool.pick(avoid={first}) is second
+    assert pool.pick(exclude=[second, third], avoid={first}) is first
+    assert pool.pick(avoid=set(pool)) is first
+
+
 def test_a_moved_lease_leaves_its_first_instance():
     pool = ready_pool()
     first, second, _ = pool
