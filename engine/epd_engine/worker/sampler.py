@@ -57,7 +57,9 @@ class Sampler:
         for begin in range(0, len(special), size):
             places = special[begin : begin + size]
             part = logits[begin : begin + size] if all_special else _take(logits, places)
-            self._choose([self._row(requests[row]) for row in places], part.float(), places, output)
+            self._choose(
+                [self._row(requests[row]) for row in places], part.float().contiguous(), places, output
+            )
         return output
 
     def forget(self, request_id: str) -> None:

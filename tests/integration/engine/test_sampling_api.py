@@ -376,3 +376,25 @@ def test_more_choices_than_there_is_room_for_is_429_and_leaves_nothing(narrow: S
     eventually(lambda: narrow.metric("epd_engine_requests_running") == 0)
     assert narrow.metric("epd_engine_requests_waiting") == 0
     assert len(ask(narrow, HELLO, n=2, temperature=1).json()["choices"]) == 2
+
+
+def test_a_lower_priority_is_served_earlier(narrow: Server) -> None:
+    url, order = f"{narrow.url}/v1/chat/completions", []
+    long = {"model": MODEL_NAME, "messages": HELLO, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+
+    def send(priority: int) -> None:
+        tokens = 20 if priority < 0 else 400
+        assert ask(narrow, HELLO, priority=priority, max_tokens=tokens, ignore_eos=True).status_code == 200
+        order.append(priority)
+
+    with ThreadPoolExecutor(2) as pool:
+        with httpx.stream("POST", url, json=long, timeout=60) as busy:
+            received = busy.iter_bytes()  # dropping it would close the connection
+            next(received)
+            later = pool.submit(send, 5)
+            eventually(lambda: narrow.metric("epd_engine_requests_waiting") == 1)
+            sooner = pool.submit(send, -5)
+            eventually(lambda: narrow.metric("epd_engine_requests_waiting") == 2)
+        later.result()
+        sooner.result()
+    assert order == [-5, 5]

@@ -241,3 +241,16 @@ def test_the_ends_of_the_interval_never_choose_an_impossible_token(number: float
         wanted = SamplingParams(max_tokens=1, **params)  # type: ignore[arg-type]
         token = int(draw_module.draw(row.clone(), [wanted], [number])[0])
         assert 400 <= token < 600
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_deep_nucleus_is_the_one_that_sorting_finds(spread: float, rounded: bool) -> None:
+    """Also where half precision makes many tokens equal: then all of the least likely kind are in."""
+    logits = torch.randn(20_000, generator=torch.Generator().manual_seed(3)) * spread
+    row = torch.softmax(logits.bfloat16().float() if rounded else logits, -1)
+    ordered = row.double().sort(descending=True).values
+    for top_p in (0.01, 0.5, 0.9, 0.999):
+        floor = draw_module._nucleus_floor(row.numpy(), top_p)
+        before = float(ordered[ordered > floor].sum())
+        assert before < top_p <= float(ordered[ordered >= floor].sum()) + 1e-9

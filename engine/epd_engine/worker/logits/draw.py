@@ -96,9 +96,10 @@ def _draw_top_k(logits: torch.Tensor, limits: _Limits, depth: int) -> torch.Tens
 def _draw_mass(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
     """Rows with top-p alone: most find their mass in the best few tokens."""
     probabilities = torch.softmax(logits, -1)
-    best, ids = _best(probabilities, min(PREFIXES[0], logits.shape[-1]))
+    vocab = logits.shape[-1]
+    best, ids = _best(probabilities, PREFIXES[0] if vocab > 4 * PREFIXES[0] else vocab)
     tokens = _draw_nucleus(best, ids, limits)
-    deep = (best.sum(-1) < limits.top_p) & (best.shape[-1] < logits.shape[-1])
+    deep = (best.sum(-1) < limits.top_p) & (best.shape[-1] < vocab)
     if bool(deep.any()):
         tokens[deep] = _draw_deep(probabilities[deep], limits.of(deep))
     return tokens
@@ -121,7 +122,7 @@ def _nucleus_floor(row: np.ndarray, top_p: float) -> float:
     The bits of positive floats are in the values' order: their upper ones make a histogram of the mass, and
     only what falls into the bucket where it reaches `top_p` is sorted.
     """
-    buckets = row.view(np.int32) >> 12
+    buckets = row.view(np.int32) >> 16
     buckets -= buckets.min()
     mass = np.bincount(buckets, weights=row)[::-1]
     reached = mass.cumsum()
