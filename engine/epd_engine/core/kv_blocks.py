@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from epd_engine.core.request import Request
 
@@ -77,12 +77,13 @@ class BlockPool:
             self._hash_of[block] = digest
             self._block_of[digest] = block
 
-    def problems(self) -> list[str]:
-        """What does not add up at rest, when no request holds anything."""
-        held = [block for block, holders in enumerate(self._holders) if holders]
+    def problems(self, kept: Set[int] = frozenset()) -> list[str]:
+        """What does not add up at rest, when no request holds anything but `kept`, which are for others."""
+        held = [block for block, holders in enumerate(self._holders) if holders and block not in kept]
         found = [f"blocks {held[:8]} are held by nobody"] if held else []
-        if len(self._free) != self.num_blocks:
-            found.append(f"{self.num_blocks - len(self._free)} of {self.num_blocks} blocks are lost")
+        if len(self._free) + len(kept) != self.num_blocks:
+            lost = self.num_blocks - len(self._free) - len(kept)
+            found.append(f"{lost} of {self.num_blocks} blocks are lost")
         return found
 
     def _forget(self, block: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from epd_engine.core.request import FinishReason, Request, RequestError
 from epd_engine.core.sampling import TokenLogprobs
 from epd_engine.ec_transfer.base import ECConnectorMetadata, ECConnectorOutput
+from epd_engine.kv_transfer.base import KVConnectorMetadata, KVConnectorOutput
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class SchedulerOutput:
     # Requests of an encode-only instance with items in this step or still being saved.
     encode_requests: list[Request] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
+    kv_connector_metadata: KVConnectorMetadata | None = None
     # Prompt tokens that requests admitted in this step took over from others.
     cached_prompt_tokens: int = 0
     # Whether the step ends only when all saves have; an encoder with more to encode goes on meanwhile.
@@ -47,8 +49,8 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        connector = self.ec_connector_metadata
-        upkeep = connector is not None and connector.has_work
+        connectors = (self.ec_connector_metadata, self.kv_connector_metadata)
+        upkeep = any(metadata is not None and metadata.has_work for metadata in connectors)
         return not (self.chunks or self.encode_requests or self.scheduled_encoder_inputs or upkeep)
 
     def failed(self, reason: str) -> ECConnectorOutput:
@@ -75,6 +77,7 @@ class ModelRunnerOutput:
     skipped: set[str] = field(default_factory=set)
     encode_errors: dict[str, str] = field(default_factory=dict)
     ec_output: ECConnectorOutput = field(default_factory=ECConnectorOutput)
+    kv_output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class RequestUpdate:
     ec_transfer_params: Mapping[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each new token, where the request asks for them."""
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     @property
     def is_last(self) -> bool:

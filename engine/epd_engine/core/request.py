@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from epd_engine.core.remote_kv import RemoteKV
 from epd_engine.core.sampling import SamplingParams
 
 
@@ -29,6 +30,7 @@ class FinishReason(Enum):
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    LOADING = "loading"  # its KV is on the way from another instance
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -80,6 +82,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     priority: int = 0
+    kv: RemoteKV | None = None
+    """What another instance computes of it, if any does."""
     arrival: int = 0
     """Its place among all that were ever added."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -89,6 +93,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
+    is_begun: bool = False
+    """Whether the first token, where it came from outside, has been told."""
     # The store is probed once per item: the answer, by item index.
     in_store: dict[int, bool] = field(default_factory=dict)
 

@@ -6,15 +6,18 @@ under one token budget, and a request waits before a picture that is not there y
 
 import logging
 from bisect import insort
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 from epd_engine.core.kv_blocks import BlockPool, block_hashes
+from epd_engine.core.kv_ledger import KVLedger, comes_from_outside
 from epd_engine.core.media_planner import MediaPlanner, Placement, missing_item_error
 from epd_engine.core.output import Chunk, ModelRunnerOutput, RequestUpdate, SchedulerOutput
+from epd_engine.core.remote_kv import RemotePrefill
 from epd_engine.core.request import FinishReason, Request, RequestError, RequestStatus
+from epd_engine.kv_transfer.base import KVConnectorBase
+from epd_engine.kv_transfer.params import missing
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +58,20 @@ class SchedulerLimits:
 class Scheduler:
     """Decides each step's chunks and media; owns the requests and the KV ledger."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, planner: MediaPlanner):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        planner: MediaPlanner,
+        kv_connector: KVConnectorBase | None = None,
+    ):
         self._limits, self._pool, self._planner = limits, pool, planner
+        self._kv = KVLedger(kv_connector, pool)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank: who is preempted has no chunk in this step yet
-        self._errors: list[RequestUpdate] = []
+        self._news: list[RequestUpdate] = []  # what came of a request before its step was run
 
     @property
     def num_running(self) -> int:
@@ -69,19 +79,26 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """KV transfers that somebody waits for are among them."""
+        return len(self._waiting) + self._kv.num_pending
 
     def add(self, request: Request) -> None:
-        self._planner.check_admissible(request)
+        self._kv.check_admissible(request)
+        if not comes_from_outside(request):  # whose media are in its KV
+            self._planner.check_admissible(request)
         self._arrivals += 1
         request.arrival = self._arrivals
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=attrgetter("rank"))
+        if isinstance(request.kv, RemotePrefill):
+            self._begin_answer(request, request.kv)
 
     def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request)
+        else:
+            self._kv.abort(request_id)
 
     def schedule(self) -> SchedulerOutput:
         step = SchedulerOutput()
@@ -101,26 +118,29 @@ class Scheduler:
                     break
             else:
                 budget -= self._schedule_chunk(request, budget, step)
-        while self._waiting and not preempted and budget > 0 and self.num_running < self._limits.max_num_seqs:
+        while self._waiting and not preempted and budget > 0 and self._has_seat():
             request = self._waiting[0]
             self._take_over_prefix(request)
-            if not self._has_room(request, budget):
+            if not self._has_room(request, request.num_tokens if comes_from_outside(request) else budget):
                 self._pool.release(request.block_ids)
                 request.num_computed_tokens = request.num_cached_tokens = 0
                 break
-            del self._waiting[0]
-            request.status = RequestStatus.RUNNING
             step.cached_prompt_tokens += request.num_cached_tokens
-            insort(self._running, request, key=attrgetter("rank"))
+            if comes_from_outside(request) and not self._has_prompt(request):
+                continue
+            del self._waiting[0]
+            self._set_running(request)
             budget -= self._schedule_chunk(request, budget, step)
+        self._kv.plan(step)
         step.freed_encoder_hashes = self._planner.cache.take_freed()
         if self._planner.connector is not None:
             step.ec_connector_metadata = self._planner.connector.build_connector_meta()
         return step
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestUpdate]:
-        updates, self._errors = self._errors, []
+        updates, self._news = self._news, []
         self._take_ec_output(output)
+        updates += self._take_kv_output(output)
         for chunk in step.chunks:
             request = chunk.request
             if request.is_finished:
@@ -130,18 +150,18 @@ class Scheduler:
                     updates.append(self._fail(request, error))
                 continue
             request.num_computed_tokens = chunk.end
-            self._learn_blocks(chunk)
+            self._learn_blocks(request, chunk.start, chunk.end)
             for index in request.media_in(chunk.start, chunk.end):
                 if request.media[index].end <= chunk.end:
                     self._planner.cache.release(request, index)
             if reason := output.sample_problems.get(request.request_id):
                 updates.append(self._fail(request, RequestError(400, "grammar_failed", reason)))
             elif request.request_id in output.sampled:
-                updates.append(self._append_token(request, output))
+                updates += self._append_token(request, output)
         return updates
 
     def fail_step(self, step: SchedulerOutput, error: RequestError) -> list[RequestUpdate]:
-        updates, self._errors = self._errors, []
+        updates, self._news = self._news, []
         if self._planner.connector is not None:
             self._planner.connector.update_connector_output(step.failed(str(error)))
         for request, index in step.scheduled_encoder_inputs + step.external_load_encoder_input:
@@ -149,7 +169,8 @@ class Scheduler:
         return updates + [self._fail(c.request, error) for c in step.chunks if not c.request.is_finished]
 
     def problems(self) -> list[str]:
-        return self._pool.problems() + self._planner.cache.problems()
+        kept = self._kv.kept_blocks
+        return self._pool.problems(kept) + self._planner.cache.problems() + self._kv.problems()
 
     def _take_over_prefix(self, request: Request) -> None:
         """Holds what is known of the request's beginning. Its last token is computed whatever is known, since
@@ -160,16 +181,75 @@ class Scheduler:
         request.num_computed_tokens = len(request.block_ids) * self._pool.block_size
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
 
-    def _learn_blocks(self, chunk: Chunk) -> None:
-        size, request = self._pool.block_size, chunk.request
-        first, last = chunk.start // size, chunk.end // size
-        for index, digest in enumerate(block_hashes(request, size, last)[first:last], first):
+    def _learn_blocks(self, request: Request, start: int, end: int) -> None:
+        """The KV of the request's tokens `[start, end)` is there: full blocks among them are known now."""
+        first, last = start // self._pool.block_size, end // self._pool.block_size
+        hashes = block_hashes(request, self._pool.block_size, last)
+        for index, digest in enumerate(hashes[first:], first):
             self._pool.learn(request.block_ids[index], digest)
 
     def _has_room(self, request: Request, budget: int) -> bool:
         """Whether KV blocks can be had for the longest chunk of this step; media only shorten it."""
         end = min(request.num_tokens, request.num_computed_tokens + budget)
         return self._pool.blocks_for(end) - len(request.block_ids) <= self._pool.num_free
+
+    def _has_seat(self) -> bool:
+        return self.num_running + self._kv.num_loading < self._limits.max_num_seqs
+
+    def _set_running(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        insort(self._running, request, key=attrgetter("rank"))
+
+    def _begin_answer(self, request: Request, prefilled: RemotePrefill) -> None:
+        """Takes over the first token. Where it is the last one too, nothing needs to be loaded."""
+        request.output_token_ids.append(prefilled.first_token_id)
+        if (reason := self._finish_reason(request)) is not None:
+            self._end(request)
+            self._news.append(self._first_token(request, prefilled, reason))
+
+    def _first_token(
+        self, request: Request, prefilled: RemotePrefill, reason: FinishReason | None = None
+    ) -> RequestUpdate:
+        said = prefilled.first_token_logprobs
+        token = prefilled.first_token_id
+        return RequestUpdate(request.request_id, (token,), reason, logprobs=() if said is None else (said,))
+
+    def _has_prompt(self, request: Request) -> bool:
+        """Whether the prompt's KV, which comes from outside, lies here already; otherwise its load begins, or
+        the request ends."""
+        try:
+            num_external = self._kv.num_external_tokens(request)
+        except LookupError as error:
+            self._news.append(self._fail(request, missing(str(error))))
+            return False
+        if num_external:
+            grown = self._pool.grow(request.block_ids, request.num_prompt_tokens)
+            assert grown, "room was checked for more"
+            self._waiting.remove(request)
+            self._kv.begin_load(request, num_external)
+            return False
+        self._tell_first_token(request, self._news)
+        return True
+
+    def _tell_first_token(self, request: Request, updates: list[RequestUpdate]) -> None:
+        """To the client, once: not before the KV is here, and not again after a preemption."""
+        if isinstance(request.kv, RemotePrefill) and not request.is_begun:
+            request.is_begun = True
+            updates.append(self._first_token(request, request.kv))
+
+    def _take_kv_output(self, output: ModelRunnerOutput) -> list[RequestUpdate]:
+        news = self._kv.take_output(output.kv_output)
+        updates = news.answers
+        for request in news.arrived:
+            request.num_computed_tokens = request.num_prompt_tokens
+            self._learn_blocks(request, 0, request.num_prompt_tokens)
+            self._set_running(request)
+            self._tell_first_token(request, updates)
+        for request, reason in news.lost:
+            request.status = RequestStatus.WAITING
+            insort(self._waiting, request, key=attrgetter("rank"))
+            updates.append(self._fail(request, missing(reason)))
+        return updates
 
     def _schedule_chunk(self, request: Request, budget: int, step: SchedulerOutput) -> int:
         """Plans the next tokens of `request`, stopping before media that are not there; returns how many."""
@@ -178,7 +258,7 @@ class Scheduler:
         for index in request.media_in(start, end):
             placement = self._planner.place(request, index, step)
             if placement is Placement.MISSING:
-                self._errors.append(self._fail(request, missing_item_error(request.media[index])))
+                self._news.append(self._fail(request, missing_item_error(request.media[index])))
                 return 0
             if placement is not Placement.READY:
                 end = request.media[index].offset
@@ -207,22 +287,27 @@ class Scheduler:
                 chunk.request.in_store[index] = False
         return None
 
-    def _append_token(self, request: Request, output: ModelRunnerOutput) -> RequestUpdate:
+    def _append_token(self, request: Request, output: ModelRunnerOutput) -> list[RequestUpdate]:
+        """News of it; none yet where the answer promises KV that is still being saved."""
         token, said = output.sampled[request.request_id], output.logprobs.get(request.request_id)
         request.output_token_ids.append(token)
-        reason = None
-        if token in request.eos_token_ids:
-            reason = FinishReason.STOP
-        elif (
+        logprobs = () if said is None else (said,)
+        reason = self._finish_reason(request)
+        update = RequestUpdate(request.request_id, (token,), reason, logprobs=logprobs)
+        if reason is None:
+            return [update]
+        told = self._end(request, update)
+        return [] if told is None else [told]
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        if request.output_token_ids[-1] in request.eos_token_ids:
+            return FinishReason.STOP
+        if (
             len(request.output_token_ids) >= request.sampling.max_tokens
             or request.num_tokens >= self._limits.max_model_len
         ):
-            reason = FinishReason.LENGTH
-        params = None
-        if reason is not None:
-            params = self._end(request)
-        logprobs = () if said is None else (said,)
-        return RequestUpdate(request.request_id, (token,), reason, None, params, logprobs)
+            return FinishReason.LENGTH
+        return None
 
     def _preempt(self, request: Request) -> None:
         """By recompute: everything the request holds goes back, and it waits where its rank is."""
@@ -238,19 +323,21 @@ class Scheduler:
         self._end(request)
         return RequestUpdate(request.request_id, error=error)
 
-    def _end(self, request: Request) -> Mapping[str, Any] | None:
-        """Frees what the request holds; what the connector has to tell its client, if it ended well."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif request.status is RequestStatus.WAITING:
-            self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        self._release(request)
+    def _end(self, request: Request, update: RequestUpdate | None = None) -> RequestUpdate | None:
+        """Frees what the request holds. `update` is its end where it ended well; what of it is to be told
+        now is the answer, with what the connectors have to say."""
+        status, request.status = request.status, RequestStatus.FINISHED
         del self._requests[request.request_id]
-        if self._planner.connector is None:
+        if status is RequestStatus.LOADING:
+            self._kv.abandon(request)
             return None
-        _, params = self._planner.connector.request_finished(request)
-        return params
+        (self._running if status is RequestStatus.RUNNING else self._waiting).remove(request)
+        if self._planner.connector is not None:
+            _, params = self._planner.connector.request_finished(request)
+            update = update and replace(update, ec_transfer_params=params)
+        update = self._kv.finish(request, update)
+        self._release(request)
+        return update
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.block_ids)

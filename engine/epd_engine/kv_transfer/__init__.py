@@ -1,0 +1,1 @@
+"""KV from prefill to decode: config, contract, factory, connectors."""
