@@ -10,6 +10,7 @@ from epd_engine.config import EngineConfig, MediaLimits
 from epd_engine.ec_store.cli.parser import add_store_parser
 from epd_engine.ec_store.cli.parser import run as run_store
 from epd_engine.ec_transfer.config import ECConfigError, ECTransferConfig
+from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig
 
 EPILOG = """\
 roles, by --ec-transfer-config:
@@ -17,6 +18,11 @@ roles, by --ec-transfer-config:
   ec_producer     encoder only: fills the EC store, holds no language model and no KV cache
   ec_consumer     language model only: takes encoder outputs from the store
   ec_both         both, sharing the store with others
+
+and by --kv-transfer-config, where prefill and decode are apart:
+  kv_producer     prefill: computes prompts, and hands their KV on
+  kv_consumer     decode: goes on from there; needs no EC store and no tower
+  kv_both         both
 
 example, an encoder and a PD instance on one store:
   epd-engine serve MODEL --port 8001 --ec-transfer-config '{"ec_connector": "ECSharedStorageConnector",
@@ -47,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run_store(arguments))
     try:
         config = _config(arguments)
-    except ECConfigError as error:
+    except (ECConfigError, KVConfigError) as error:
         serve_parser.error(str(error))
     from epd_engine.server.serve import serve  # torch is imported only once the flags are right
 
@@ -103,9 +109,9 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-transfer-config",
-        type=_not_yet,
+        type=_kv_transfer,
         metavar="JSON",
-        help="prefill to decode transfer: not supported yet",
+        help="role and way of KV from prefill to decode; see below",
     )
     add(
         "--ec-miss",
@@ -155,8 +161,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
-    """Raises `ECConfigError` for flags that contradict each other."""
-    ec = arguments.ec_transfer_config
+    """Raises `ECConfigError` or `KVConfigError` for flags that contradict each other."""
+    ec, kv = arguments.ec_transfer_config, arguments.kv_transfer_config
+    if kv is not None and ec is not None and ec.is_encode_only:
+        raise KVConfigError("--kv-transfer-config is not for an encoder, which has no KV")
     if arguments.ec_miss == "compute" and (ec is None or not ec.is_consumer):
         raise ECConfigError("--ec-miss compute is for an instance whose ec_role consumes")
     return EngineConfig(
@@ -173,6 +181,7 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
         encoder_cache_size=arguments.encoder_cache_size,
         max_encoder_embeds=arguments.max_encoder_embeds,
         ec_transfer=ec,
+        kv_transfer=kv,
         ec_miss=arguments.ec_miss,
         media=MediaLimits(
             per_request=arguments.limit_mm_per_prompt,
@@ -210,5 +219,8 @@ def _limits(text: str) -> dict[str, int]:
     return limits
 
 
-def _not_yet(_: str) -> None:
-    raise argparse.ArgumentTypeError("prefill to decode transfer is not supported yet")
+def _kv_transfer(text: str) -> KVTransferConfig:
+    try:
+        return KVTransferConfig.from_json(text)
+    except KVConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from epd_engine.ec_transfer.config import ECTransferConfig
+from epd_engine.kv_transfer.config import KVTransferConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class EngineConfig:
     encoder_cache_size: int = 16384
     max_encoder_embeds: int = 4096
     ec_transfer: ECTransferConfig | None = None
+    kv_transfer: KVTransferConfig | None = None
     ec_miss: Literal["error", "compute"] = "error"
     media: MediaLimits = field(default_factory=MediaLimits)
 
@@ -52,5 +54,8 @@ class EngineConfig:
 
     @property
     def has_tower(self) -> bool:
-        """A pure consumer needs no tower unless it may compute what arrives raw."""
+        """A pure consumer needs no tower unless it may compute what arrives raw; who takes prompts over from
+        prefill instances needs none either."""
+        if self.ec_transfer is None and self.kv_transfer is not None and not self.kv_transfer.is_producer:
+            return False
         return self.ec_transfer is None or self.ec_transfer.is_producer or self.ec_miss == "compute"

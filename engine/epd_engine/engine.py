@@ -1,7 +1,7 @@
 """Putting an instance together: checkpoint, family, connector, scheduler and runner for its role."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from epd_engine.core.scheduler import Scheduler, SchedulerInterface, SchedulerLi
 from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.base import ECConnectorBase, ECConnectorRole, ECModelIdentity
 from epd_engine.ec_transfer.factory import ECConnectorFactory
+from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVModelIdentity
+from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
-from epd_engine.models.fingerprint import model_fingerprint
+from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
 from epd_engine.models.registry import family_of
 from epd_engine.worker.model_runner import ModelRunner
 from epd_engine.worker.packed_linear import pack_linears
@@ -45,6 +47,10 @@ class StepStats:
     ec_saves: int = 0
     ec_save_failures: int = 0
     cached_prompt_tokens: int = 0
+    kv_loads: int = 0
+    kv_load_failures: int = 0
+    kv_saves: int = 0
+    kv_save_failures: int = 0
     integrity_problems: int = 0
 
 
@@ -52,7 +58,7 @@ class Engine:
     """One instance's synchronous core: `add`, `abort`, `step`. Not thread-safe; the loop owns it."""
 
     def __init__(self, config: EngineConfig):
-        """Loads the weights of this role. Raises `CheckpointError` or `ECConfigError`."""
+        """Loads the weights of this role. Raises `CheckpointError`, `ECConfigError` or `KVConfigError`."""
         self.config = config
         checkpoint = Checkpoint.find(config.model, config.revision)
         family_class = family_of(checkpoint)
@@ -62,6 +68,8 @@ class Engine:
         self.fingerprint = model_fingerprint(checkpoint, self.family.tower_prefixes)
         self.max_model_len = self._model_len()
         scheduler_side, worker_side = self._connectors()
+        self.kv_identity = self._kv_identity(checkpoint)
+        kv_scheduler_side, self._kv_worker_side = self._kv_connectors()
         if config.has_tower:
             self.family.load_tower()
         if not config.is_encode_only:
@@ -83,10 +91,12 @@ class Engine:
                 SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len),
                 self.pool,
                 planner,
+                kv_scheduler_side,
             )
         )
-        self.runner = ModelRunner(self.family, worker_side, self._kv_cache())
+        self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), self._kv_worker_side)
         self._connectors_made = [c for c in (scheduler_side, worker_side) if c is not None]
+        self._kv_connectors_made = [c for c in (kv_scheduler_side, self._kv_worker_side) if c is not None]
         self.is_stalled = False
         self.stats = StepStats()
 
@@ -115,7 +125,7 @@ class Engine:
         step = self.scheduler.schedule()
         self.is_stalled = step.is_empty
         try:
-            output = ModelRunnerOutput() if step.is_empty else self.runner.execute(step)
+            output = self.runner.poll() if step.is_empty else self.runner.execute(step)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
             log.exception("a step failed; its requests are ended")
             error = RequestError(500, "internal_error", "the engine failed on this request; see its log")
@@ -141,15 +151,26 @@ class Engine:
                 for update in self.step():
                     if update.error is not None:
                         raise update.error
+            self.stats = StepStats()  # of what clients ask
 
     def ec_statistics(self) -> Mapping[str, TransferStats]:
         """What the connector's worker side has moved, by tier of the store."""
         return self._connectors_made[1].statistics() if self._connectors_made else {}
 
+    def kv_statistics(self) -> TransferStats:
+        """What the KV connector's worker side has moved."""
+        return TransferStats() if self._kv_worker_side is None else self._kv_worker_side.statistics()
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, in any thread, when something in the background makes a step worthwhile."""
+        if self._kv_worker_side is not None:
+            self._kv_worker_side.on_progress = wake
+
     def describe(self) -> dict[str, Any]:
         """What an operator wants to see in the log once."""
         return {
             "role": self.config.ec_transfer.ec_role if self.config.ec_transfer else "aggregated",
+            "kv_role": self.config.kv_transfer.kv_role if self.config.kv_transfer else None,
             "model_fingerprint": self.fingerprint,
             "dtype": str(self.family.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for m in self.family.modules() for p in m.parameters()),
@@ -160,6 +181,8 @@ class Engine:
     def shutdown(self) -> None:
         for connector in self._connectors_made:
             connector.shutdown()
+        for kv_connector in self._kv_connectors_made:
+            kv_connector.shutdown()
 
     def _connectors(self) -> tuple[ECConnectorBase | None, ECConnectorBase | None]:
         if self.config.ec_transfer is None:
@@ -168,6 +191,32 @@ class Engine:
         return (
             ECConnectorFactory.create_connector(self.config.ec_transfer, ECConnectorRole.SCHEDULER, identity),
             ECConnectorFactory.create_connector(self.config.ec_transfer, ECConnectorRole.WORKER, identity),
+        )
+
+    def _kv_identity(self, checkpoint: Checkpoint) -> KVModelIdentity | None:
+        if self.config.kv_transfer is None:
+            return None
+        shape = self.family.kv_shape
+        return KVModelIdentity(
+            language_fingerprint(checkpoint),
+            self.family.dtype,
+            self.config.block_size,
+            shape.num_layers,
+            shape.kv_heads,
+            shape.head_dim,
+            self.family.vocab_size,
+        )
+
+    def _kv_connectors(self) -> tuple[KVConnectorBase | None, KVConnectorBase | None]:
+        if self.config.kv_transfer is None or self.kv_identity is None:
+            return None, None
+        return (
+            KVConnectorFactory.create_connector(
+                self.config.kv_transfer, KVConnectorRole.SCHEDULER, self.kv_identity
+            ),
+            KVConnectorFactory.create_connector(
+                self.config.kv_transfer, KVConnectorRole.WORKER, self.kv_identity
+            ),
         )
 
     def _model_len(self) -> int:
@@ -216,6 +265,10 @@ class Engine:
             if c.request.request_id not in output.skipped
         )
         stats.cached_prompt_tokens += step.cached_prompt_tokens
+        stats.kv_loads += len(output.kv_output.finished_recving)
+        stats.kv_load_failures += len(output.kv_output.failed_recving)
+        stats.kv_saves += len(output.kv_output.finished_sending)
+        stats.kv_save_failures += len(output.kv_output.failed_sending)
         stats.ec_hits += len(step.external_load_encoder_input)
         stats.ec_loads += len(ec.finished_recving)
         stats.ec_load_failures += len(ec.failed_recving)

@@ -95,6 +95,7 @@ class EngineLoop:
         try:
             engine = self._make_engine()
             engine.smoke()
+            engine.on_progress(lambda: self._inbox.put(lambda _: None))
             self.engine = engine
             self._call(self._ready.set)
             self._serve(engine)

@@ -130,6 +130,11 @@ class ModelFamily(ABC):
         return KVShape(text.num_hidden_layers, text.num_key_value_heads, head_dim)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._text.vocab_size)
+
+    @property
     def max_model_len(self) -> int:
         return int(self._text.max_position_embeddings)
 

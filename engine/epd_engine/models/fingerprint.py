@@ -32,6 +32,11 @@ def model_fingerprint(checkpoint: Checkpoint, tower_prefixes: tuple[str, ...]) -
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def language_fingerprint(checkpoint: Checkpoint) -> str:
+    """64 hex digits that stand for all weights: whose KV it is. Raises `OSError` as above."""
+    return model_fingerprint(checkpoint, ("",))
+
+
 def _stable(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _stable(v) for k, v in value.items() if k not in VOLATILE_KEYS}

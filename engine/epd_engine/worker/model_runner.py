@@ -1,15 +1,17 @@
 """Executes one step's plan: load, encode, publish; the language model over packed tokens; sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from epd_engine.core.output import Chunk, ModelRunnerOutput, SchedulerOutput
 from epd_engine.core.request import Request
 from epd_engine.ec_transfer.base import ECConnectorBase
+from epd_engine.kv_transfer.base import KVConnectorBase
 from epd_engine.models.base import ModelFamily
 from epd_engine.worker.ec_step import ec_step
 from epd_engine.worker.encoder_runner import EncoderRunner
+from epd_engine.worker.kv_step import kv_step
 from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 from epd_engine.worker.sampler import Sampler
 
@@ -25,18 +27,34 @@ class ModelRunner:
         family: ModelFamily,
         connector: ECConnectorBase | None,
         kv_cache: KVCache | None,
+        kv_connector: KVConnectorBase | None = None,
     ):
         self._family, self._connector = family, connector
-        self._kv_cache = kv_cache
+        self._kv_cache, self._kv_connector = kv_cache, kv_connector
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.encoder = EncoderRunner(family, self.encoder_cache)
         self._sampler = Sampler()
         if connector is not None:
             connector.register_caches(self.encoder_cache, family.device)
+        if kv_connector is not None:
+            assert kv_cache is not None, "an instance that exchanges KV has some"
+            kv_connector.register_kv_caches(kv_cache)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
+        with kv_step(self._kv_connector, step.kv_connector_metadata) as output.kv_output:
+            self._execute(step, output)
+        return output
+
+    def poll(self) -> ModelRunnerOutput:
+        """What has been done in the background, where a step has nothing to execute."""
+        output = ModelRunnerOutput()
+        if self._kv_connector is not None:
+            output.kv_output = self._kv_connector.get_finished()
+        return output
+
+    def _execute(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for key in step.freed_encoder_hashes:
             self.encoder_cache.pop(key, None)
         with ec_step(
@@ -56,7 +74,6 @@ class ModelRunner:
             chunks = [c for c in step.chunks if self._has_media(c, output)]
             if chunks:
                 self._run_language_model(chunks, output)
-        return output
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -109,4 +126,12 @@ class ModelRunner:
         for chunk in chunks:
             spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids))
             begin += chunk.length
-        return PackedBatch(self._kv_cache, spans)
+        return PackedBatch(self._kv_cache, spans, self._on_layer(chunks))
+
+    def _on_layer(self, chunks: Sequence[Chunk]) -> Callable[[int], None] | None:
+        """What becomes of a layer's KV once it is computed."""
+        connector = self._kv_connector
+        if connector is None:
+            return None
+        request_ids = frozenset(chunk.request.request_id for chunk in chunks)
+        return lambda layer: connector.save_kv_layer(layer, request_ids)

@@ -5,7 +5,7 @@ pool (PagedAttention, arXiv 2309.06180). The model code stays transformers' own.
 attend together, in groups of like length; the others one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,9 @@ class _DecodeGroup:
 class PackedBatch:
     """A step's sequences over a cache; indices and masks are made once and serve every layer."""
 
-    def __init__(self, cache: KVCache, spans: Sequence[Span]):
-        self.cache = cache
+    def __init__(self, cache: KVCache, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None):
+        """`on_layer` is called with a layer's index when its new keys and values lie in the cache."""
+        self.cache, self.on_layer = cache, on_layer
         self.write_rows = torch.cat([self._written(span) for span in spans]).flatten()
         decoding = [span for span in spans if span.end - span.start == 1]
         self.prefills = [self._prefill(span) for span in spans if span.end - span.start > 1]
@@ -156,6 +157,8 @@ def paged_attention(
         cache.view(-1, head_dim).index_copy_(
             0, batch.write_rows, new[0].transpose(0, 1).reshape(-1, head_dim)
         )
+    if batch.on_layer is not None:
+        batch.on_layer(module.layer_idx)  # type: ignore[arg-type]
     output = torch.empty_like(query[0]).transpose(0, 1).contiguous()  # [tokens, heads, head_dim]
     for part in batch.prefills:
         output[part.begin : part.stop] = _prefill(query, key, value, keys, values, part, scaling)
