@@ -26,6 +26,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     ec_transfer_params: Mapping[str, Any] | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -75,6 +76,8 @@ async def whole(answer: Answer, deltas: AsyncGenerator[Delta, None]) -> dict[str
         document["prompt_token_ids"] = answer.request.prompt_token_ids
     if (params := pieces[0][-1].ec_transfer_params) is not None:
         document["ec_transfer_params"] = params
+    if (params := pieces[0][-1].kv_transfer_params) is not None:
+        document["kv_transfer_params"] = params
     return document
 
 

@@ -80,7 +80,8 @@ class ChatHandler:
 
     def _delta(self, index: int, request: Request, update: RequestUpdate, text: TextStream) -> Delta:
         token_ids, reason = update.new_token_ids, update.finish_reason
-        readable, stop_reason = token_ids, None
+        readable: tuple[int, ...] = token_ids
+        stop_reason: int | str | None = None
         if reason is FinishReason.STOP and token_ids:
             # The token that ends an answer is no text of it; the model's own end is no news either.
             if not request.sampling.include_stop:
@@ -88,10 +89,19 @@ class ChatHandler:
             if token_ids[-1] not in self._tokenizer.eos_token_ids:
                 stop_reason = token_ids[-1]
         piece = text.push(readable, last=update.is_last)
-        if text.stopped_by is not None:
-            return Delta(index, piece, token_ids, update.logprobs, FinishReason.STOP.value, text.stopped_by)
         said = None if reason is None else reason.value
-        return Delta(index, piece, token_ids, update.logprobs, said, stop_reason, update.ec_transfer_params)
+        if text.stopped_by is not None:
+            said, stop_reason = FinishReason.STOP.value, text.stopped_by
+        return Delta(
+            index,
+            piece,
+            token_ids,
+            update.logprobs,
+            said,
+            stop_reason,
+            update.ec_transfer_params,
+            update.kv_transfer_params,
+        )
 
 
 def _choices(request: Request, n: int) -> list[Request]:

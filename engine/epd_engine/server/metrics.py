@@ -82,6 +82,13 @@ class _EngineCollector(Collector):
             ("ec_load_failures", "Items that failed to load", stats.ec_load_failures),
             ("ec_saves", "Items published in the EC store", stats.ec_saves),
             ("ec_save_failures", "Items that could not be published", stats.ec_save_failures),
+            ("kv_saves", "Prompts whose KV was saved for a decode instance", stats.kv_saves),
+            ("kv_save_failures", "Prompts whose KV could not be saved", stats.kv_save_failures),
+            ("kv_loads", "Prompts whose KV was loaded from a prefill instance", stats.kv_loads),
+            ("kv_load_failures", "Prompts whose KV could not be loaded", stats.kv_load_failures),
+            ("kv_save_bytes", "Bytes of KV saved", engine.kv_statistics().save_bytes),
+            ("kv_load_bytes", "Bytes of KV loaded", engine.kv_statistics().load_bytes),
+            ("kv_load_seconds", "Seconds spent on loads of KV", engine.kv_statistics().load_seconds),
         ):
             yield CounterMetricFamily(f"epd_engine_{name}", text, value)
         yield from _transfers(engine.ec_statistics())

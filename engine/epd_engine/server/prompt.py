@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from epd_engine.config import EngineConfig, MediaLimits
+from epd_engine.core.remote_kv import RemoteDecode, RemoteKV, RemotePrefill
 from epd_engine.core.request import MediaItem, Request, RequestError
 from epd_engine.core.sampling import SamplingParams
 from epd_engine.ec_store.keys import MediaContent, mm_hash
 from epd_engine.engine import Engine
+from epd_engine.kv_transfer import params as kv_params
 from epd_engine.models.base import Decoded, MediaRefused
 from epd_engine.server.audio import FORMATS, audio_content, decode_audio
 from epd_engine.server.media import decode_base64, decode_image, image_content, read_source, refuse
@@ -43,6 +45,7 @@ class PromptBuilder:
 
     async def build(self, body: ChatCompletionRequest, request_id: str) -> Request:
         """Raises `RequestError` in the caller's terms."""
+        kv = self._remote_kv(body)
         parts = [
             (f"messages[{m}].content[{p}]", part)
             for m, message in enumerate(body.messages)
@@ -53,13 +56,13 @@ class PromptBuilder:
         self._check_counts(parts)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._item(part, param, body)) for param, part in parts]
+                tasks = [group.create_task(self._item(part, param, body, kv)) for param, part in parts]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # one bad item is enough to refuse the request
         media = [task.result() for task in tasks]
         if self._config.is_encode_only:
             return self._encode_request(body, request_id, media)
-        return await self._in_pool(self._chat_request, body, request_id, media)
+        return await self._in_pool(self._chat_request, body, request_id, media, kv)
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -78,11 +81,23 @@ class PromptBuilder:
         positions, delta = self._family.positions(0, [])
         return Request(request_id, [], positions, delta, media, SamplingParams(max_tokens=1))
 
-    def _chat_request(self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem]) -> Request:
+    def _remote_kv(self, body: ChatCompletionRequest) -> RemoteKV | None:
+        kv = kv_params.parse(body.kv_transfer_params, self._config.kv_transfer, self._engine.kv_identity)
+        if kv is not None and body.n > 1:
+            message = "n must be 1 where prefill and decode are apart"
+            raise RequestError(400, "invalid_value", message, "n")
+        if isinstance(kv, RemoteDecode) and body.stream:
+            message = "a prefill has nothing to stream: its answer carries kv_transfer_params"
+            raise RequestError(400, "invalid_value", message, "stream")
+        return kv
+
+    def _chat_request(
+        self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem], kv: RemoteKV | None
+    ) -> Request:
         tokens = self._tokenizer.encode_chat(body.messages, body.chat_template_kwargs)
         tokens, media = self._expand(tokens, media)
         limit = self._engine.max_model_len
-        wanted = body.output_limit
+        wanted = 1 if isinstance(kv, RemoteDecode) else body.output_limit
         if len(tokens) + (wanted or 1) > limit:
             raise RequestError(
                 400,
@@ -103,6 +118,7 @@ class PromptBuilder:
             self._tokenizer.ends(body),
             cache_salt=body.cache_salt or "",
             priority=body.priority,
+            kv=kv,
         )
 
     def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
@@ -137,9 +153,11 @@ class PromptBuilder:
                 message = f"at most {limit} {modality} items are taken per request (--limit-mm-per-prompt)"
                 raise RequestError(400, "too_many_media", message, param)
 
-    async def _item(self, part: MediaPart, param: str, body: ChatCompletionRequest) -> MediaItem:
+    async def _item(
+        self, part: MediaPart, param: str, body: ChatCompletionRequest, kv: RemoteKV | None
+    ) -> MediaItem:
         if isinstance(part, EmbedsPart):
-            return self._stored_item(part, param)
+            return self._stored_item(part, param, kv)
         modality = modality_of(part)
         if not self._config.has_tower:
             raise RequestError(
@@ -169,10 +187,11 @@ class PromptBuilder:
             raise refuse(str(error), param) from error
         return MediaItem(modality, key, processed.num_embeds, processed.metadata, features=processed.features)
 
-    def _stored_item(self, part: EmbedsPart, param: str) -> MediaItem:
+    def _stored_item(self, part: EmbedsPart, param: str, kv: RemoteKV | None) -> MediaItem:
         modality = modality_of(part)
         metadata = getattr(part, part.type)
-        if self._config.ec_transfer is None or not self._config.ec_transfer.is_consumer:
+        reads_store = self._config.ec_transfer is not None and self._config.ec_transfer.is_consumer
+        if not reads_store and not isinstance(kv, RemotePrefill):
             raise RequestError(
                 400, "no_ec_store", f"{param}: this instance reads no EC store; send the media itself", param
             )

@@ -43,7 +43,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_grammar": (),
-    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
@@ -314,6 +313,12 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
     mm_processor_kwargs: dict[str, Any] | None = None
     return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Nothing for a prefill, which ends after one token whatever is asked for."""
+        return None if (self.kv_transfer_params or {}).get("do_remote_decode") else super().output_limit
 
     @model_validator(mode="before")
     @classmethod

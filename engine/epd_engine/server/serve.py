@@ -8,6 +8,7 @@ from epd_engine import logs
 from epd_engine.config import EngineConfig
 from epd_engine.ec_transfer.config import ECConfigError
 from epd_engine.engine import Engine
+from epd_engine.kv_transfer.config import KVConfigError
 from epd_engine.loop import EngineLoop
 from epd_engine.models.checkpoint import CheckpointError
 from epd_engine.server.app import Service, create_app
@@ -43,7 +44,7 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
     server.run()
     if loop.failure is None:
         return 0
-    if isinstance(loop.failure, CheckpointError | ECConfigError):
+    if isinstance(loop.failure, CheckpointError | ECConfigError | KVConfigError):
         log.error("%s", loop.failure)
     else:
         log.error("the engine ended by an error", exc_info=loop.failure)
