@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import tools
+from tests.cluster.base import Cluster
+from tests.cluster.images import build_image
+from tests.integration.chart.programs import CHART, Helm, Kubectl
 from tests.support.digits import Reference
 from tests.support.engines import engine, proxy
 from tests.support.processes import Server, running
+
+PARTS = ("operator", "proxy", "engine")  # of which the images are built for a cluster
 
 
 @dataclass
@@ -43,3 +49,26 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 @pytest.fixture(scope="package")
 def reference() -> Reference:
     return Reference()
+
+
+@pytest.fixture(scope="session")
+def helm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(tools.helm(4), tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
+
+
+@pytest.fixture(scope="session")
+def kubectl(cluster: Cluster) -> Kubectl:
+    return Kubectl(tools.kubectl(), cluster.kubeconfig)
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster, helm: Helm, kubectl: Kubectl) -> Iterator[None]:
+    for part in PARTS:
+        cluster.load_image(build_image(f"images/{part}/Dockerfile", f"localhost/epd-{part}:e2e", extra=part))
+    values = ["--set", "image.registry=localhost,image.tag=e2e,image.pullPolicy=Never"]
+    kubectl("create", "namespace", "epd-system")
+    helm("install", "epd", str(CHART), "-n", "epd-system", *values)
+    deployment = ["-n", "epd-system", "deployment", "-l", "app.kubernetes.io/instance=epd"]
+    kubectl("wait", "--for=condition=Available", "--timeout=110s", *deployment)
+    yield
+    helm("uninstall", "epd", "-n", "epd-system")
