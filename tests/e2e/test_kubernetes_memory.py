@@ -79,7 +79,7 @@ def test_pods_of_different_users_exchange_an_entry_through_memory(
 
 def test_the_status_says_how_full_the_store_is(installed: Installation) -> None:
     eventually(lambda: store_of(installed).get("entries", 0) >= 1)
-    assert store_of(installed)["capacity"] > 0
+    assert store_of(installed)["capacityBytes"] > 0
 
 
 def store_of(installed: Installation) -> dict[str, Any]:
