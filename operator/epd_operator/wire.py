@@ -1,12 +1,16 @@
-"""What engines and janitor are told of the EC store: the same in pods and as processes of this machine."""
+"""What engines and janitor are told of the two transfers: the same in pods and under `epd up`."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from .api import duration_seconds
+from .api.deployment import Spec
 from .api.store import ECStore
+from .roles import RoleTraits
 
-PRODUCER, CONSUMER = "ec_producer", "ec_consumer"
+KV_FOLDER = "kv"
+"""Where KV crosses as files, beside the store's own folders, which have names of hex digits alone."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,29 @@ class StorePlaces:
     """Bytes that all producers may take there together; None: what the mount has."""
 
 
-def ec_connector(store: ECStore, places: StorePlaces) -> dict[str, Any]:
-    """The engine's EC transfer config but for the role, which alone differs between the two ends."""
-    if places.memory is None:
-        return _connector("ECSharedStorageConnector", _storage(places))
-    if places.storage is None:
-        return _connector("ECSharedMemoryConnector", _memory(store, places))
-    tiers = {"memory": _memory(store, places), "storage": _storage(places), "write": store.write or "through"}
-    return _connector("ECTieredConnector", tiers)
+def transfer_flags(spec: Spec, traits: RoleTraits, places: StorePlaces) -> list[str]:
+    """An engine's flags for both transfers, where `places` has what they need."""
+    flags = []
+    if traits.ec_role is not None:
+        ec = _ec_connector(spec.ec_store, places)
+        flags += ["--ec-transfer-config", _json({**ec, "ec_role": traits.ec_role})]
+    if traits.kv_role is not None:
+        kv = _kv_connector(spec, places)
+        flags += ["--kv-transfer-config", _json({**kv, "kv_role": traits.kv_role})]
+    return flags
+
+
+def unsupported_kv(spec: Spec) -> str | None:
+    """Why the engine of this release cannot hand KV over as a deployment asks for, and the way out."""
+    if spec.kv_transfer_type != "nixl":
+        return None
+    if spec.kv_transfer is None or spec.kv_transfer.type is None:
+        return (
+            "spec.kvTransfer.type: without files it is nixl, which does not run yet; "
+            "give `ecStore.sharedStorage`"
+        )
+    volume = ", and give `ecStore.sharedStorage` for it" if spec.ec_store.shared_storage is None else ""
+    return f"spec.kvTransfer.type: nixl does not run yet; use sharedStorage{volume}"
 
 
 def janitor_command(engine: str, store: ECStore, places: StorePlaces, host: str, port: int) -> list[str]:
@@ -43,6 +62,26 @@ def janitor_command(engine: str, store: ECStore, places: StorePlaces, host: str,
     if places.memory is not None:
         command += ["--memory-path", places.memory]
     return [*command, "--host", host, "--port", str(port)]
+
+
+def _ec_connector(store: ECStore, places: StorePlaces) -> dict[str, Any]:
+    """The engine's EC transfer config but for the role, which alone differs between the two ends."""
+    if places.memory is None:
+        return _connector("ECSharedStorageConnector", _storage(places))
+    if places.storage is None:
+        return _connector("ECSharedMemoryConnector", _memory(store, places))
+    tiers = {"memory": _memory(store, places), "storage": _storage(places), "write": store.write or "through"}
+    return _connector("ECTieredConnector", tiers)
+
+
+def _kv_connector(spec: Spec, places: StorePlaces) -> dict[str, Any]:
+    extra = spec.kv_transfer.extra_config if spec.kv_transfer is not None else {}
+    if spec.kv_transfer_type == "nixl":
+        return {"kv_connector": "NixlKVConnector", "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": "SharedStorageKVConnector",
+        "kv_connector_extra_config": {"shared_storage_path": f"{places.storage}/{KV_FOLDER}", **extra},
+    }
 
 
 def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -66,3 +105,8 @@ def _seconds(duration: str) -> str:
     """As a plain number: no exponent, and no fraction where there is none."""
     seconds = duration_seconds(duration)
     return str(int(seconds)) if seconds.is_integer() else str(seconds)
+
+
+def _json(config: dict[str, Any]) -> str:
+    """In one order, whatever order the document has."""
+    return json.dumps(config, sort_keys=True)

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from .base import Annotations, FreeObject, Labels, Name, ObjectName, Part, Word
 from .names import child_name
 from .status import Status
-from .store import ECStore, KVTransfer, SharedMemory, SharedStorage
+from .store import ECStore, KVTransfer, KVTransferType, SharedMemory, SharedStorage
 from .workload import Proxy, Roles
 
 GROUP = "epd.dev"
@@ -103,6 +103,15 @@ class Spec(Part):
     """The one address that clients talk to."""
     paused: bool = False
     """The operator leaves everything as it is."""
+
+    @property
+    def kv_transfer_type(self) -> KVTransferType | None:
+        """How prefill hands its KV to decode; None where one role does both."""
+        if self.roles.pd is not None:
+            return None
+        if self.kv_transfer is not None and self.kv_transfer.type is not None:
+            return self.kv_transfer.type
+        return "nixl" if self.ec_store.shared_storage is None else "sharedStorage"
 
     @model_validator(mode="after")
     def _kv_has_two_ends(self) -> Self:

@@ -144,10 +144,14 @@ class ECStore(Part):
         return self
 
 
+KVTransferType = Literal["nixl", "sharedStorage"]
+
+
 class KVTransfer(Part):
     """How prefill hands its KV to decode."""
 
-    type: Literal["nixl", "sharedStorage"] = "nixl"
-    """NIXL (RDMA, shared memory, TCP), or files on a shared volume."""
+    type: KVTransferType | None = None
+    """NIXL (RDMA, shared memory, TCP; does not run yet), or files on the volume of `ecStore.sharedStorage`,
+    which is the default where there is that volume."""
     extra_config: FreeObject = Field(default={}, max_length=64)
     """Options of the connector, by its own names."""

@@ -11,6 +11,7 @@ from ..api.problems import explain, path_of
 from ..apply.kinds import CLAIM
 from ..apply.plan import Ref
 from ..crd.transitions import claim_conflicts
+from ..wire import unsupported_kv
 
 Object = dict[str, Any]
 
@@ -65,5 +66,5 @@ def _conflicts(deployment: EPDDeployment, children: Mapping[Ref, Object]) -> Ite
 
 def _unsupported(deployment: EPDDeployment) -> Iterator[str]:
     """What can be rendered, but whose pods could not run with the engine of this release."""
-    if deployment.spec.roles.pd is None:
-        yield "spec.roles: prefill and decode do not run yet; use `pd` in their place"
+    if (problem := unsupported_kv(deployment.spec)) is not None:
+        yield problem

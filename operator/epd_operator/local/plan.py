@@ -1,11 +1,11 @@
 """Pure: from a deployment and what this machine offers to the processes to start."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..api import EPDDeployment, Instance, Role, duration_seconds
-from ..wire import CONSUMER, PRODUCER, StorePlaces, ec_connector, janitor_command
+from ..roles import TRAITS, roles_of
+from ..wire import StorePlaces, janitor_command, transfer_flags
 
 LOOPBACK = "127.0.0.1"
 
@@ -62,13 +62,12 @@ class Plan:
 def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
     """The processes of a deployment for which `refusals` is empty."""
     spec = deployment.spec
-    roles = {"encoder": spec.roles.encoder, "pd": spec.roles.pd}
-    instances = [(role, i) for role, settings in roles.items() for i in range(_replicas(settings))]
+    instances = [(name, role, i) for name, role in roles_of(deployment) for i in range(_replicas(role))]
     threads = max(1, machine.cores // len(instances))
     janitor_port, *engine_ports = machine.ports
     engines = tuple(
-        _engine(deployment, role, index, port, threads, machine)
-        for (role, index), port in zip(instances, engine_ports, strict=False)
+        _engine(deployment, name, role, index, port, threads, machine)
+        for (name, role, index), port in zip(instances, engine_ports, strict=False)
     )
     janitor = _janitor(deployment, janitor_port, machine)
     proxy = _proxy(deployment, engines, machine)
@@ -77,33 +76,31 @@ def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
 
 def port_count(deployment: EPDDeployment) -> int:
     """How many ports engines and janitor need."""
-    return 1 + _replicas(deployment.spec.roles.encoder) + _replicas(deployment.spec.roles.pd)
+    return 1 + sum(_replicas(role) for _, role in roles_of(deployment))
 
 
-def _replicas(settings: Role | None) -> int:
-    if settings is None:
-        return 0
-    return 1 if settings.replicas is None else settings.replicas
+def _replicas(role: Role) -> int:
+    return 1 if role.replicas is None else role.replicas
 
 
 def _engine(
-    deployment: EPDDeployment, role: str, index: int, port: int, threads: int, machine: Machine
+    deployment: EPDDeployment,
+    name: str,
+    role: Role,
+    index: int,
+    port: int,
+    threads: int,
+    machine: Machine,
 ) -> ProcessSpec:
     model = deployment.spec.model
-    settings = deployment.spec.roles.encoder if role == "encoder" else deployment.spec.roles.pd
-    assert settings is not None
-    transfer = {
-        **ec_connector(deployment.spec.ec_store, machine.places),
-        "ec_role": PRODUCER if role == "encoder" else CONSUMER,
-    }
     argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
-    argv += ["--served-model-name", model.name, "--drain-timeout", str(settings.drain_seconds)]
-    argv += ["--ec-transfer-config", json.dumps(transfer)]
+    argv += ["--served-model-name", model.name, "--drain-timeout", str(role.drain_seconds)]
+    argv += transfer_flags(deployment.spec, TRAITS[name], machine.places)
     if model.revision is not None:
         argv += ["--revision", model.revision]
     # Each engine would take all cores for itself, and then they wait for one another.
     env = {} if "OMP_NUM_THREADS" in machine.environment else {"OMP_NUM_THREADS": str(threads)}
-    return _process(f"{role}-{index}", role, argv, env, LOOPBACK, port, settings)
+    return _process(f"{name}-{index}", name, argv, env, LOOPBACK, port, role)
 
 
 def _janitor(deployment: EPDDeployment, port: int, machine: Machine) -> ProcessSpec:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from ..api import EPDDeployment, Instance
+from ..roles import roles_of
+from ..wire import unsupported_kv
 
 
 def refusals(deployment: EPDDeployment, *, own_store: bool) -> list[str]:
@@ -16,8 +18,10 @@ def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
         yield "spec.paused: is true, so there is nothing to start; remove it"
     if spec.engine.type != "native":
         yield f"spec.engine.type: `epd up` cannot run {spec.engine.type} yet; remove it for the native engine"
-    if spec.roles.pd is None:
-        yield "spec.roles: `epd up` cannot run `prefill` and `decode` yet; use `pd: {}` in their place"
+    if (problem := unsupported_kv(spec)) is not None:
+        yield problem
+    elif spec.kv_transfer_type == "sharedStorage" and spec.ec_store.shared_storage is None:
+        yield "spec.kvTransfer.type: sharedStorage needs files: give `ecStore.sharedStorage`"
 
 
 def _of_store(deployment: EPDDeployment, own_store: bool) -> Iterator[str]:
@@ -32,24 +36,21 @@ def _of_store(deployment: EPDDeployment, own_store: bool) -> Iterator[str]:
 
 
 def _of_workloads(deployment: EPDDeployment) -> Iterator[str]:
-    roles = deployment.spec.roles
-    for name, role in (("encoder", roles.encoder), ("pd", roles.pd)):
-        if role is None:
-            continue
+    roles = list(roles_of(deployment))
+    for name, role in roles:
         if role.autoscaling is not None:
             yield f"spec.roles.{name}.autoscaling: `epd up` does not scale by load; give `replicas` instead"
         if role.replicas == 0:
             yield f"spec.roles.{name}.replicas: is 0, and a request needs at least 1"
     if deployment.spec.proxy.replicas not in (None, 1):
         yield "spec.proxy.replicas: `epd up` runs one proxy; remove it"
-    workloads: tuple[tuple[str, Instance | None], ...] = (
-        ("roles.encoder", roles.encoder),
-        ("roles.pd", roles.pd),
+    workloads: tuple[tuple[str, Instance], ...] = (
+        *((f"roles.{name}", role) for name, role in roles),
         ("ecStore.janitor", deployment.spec.ec_store.janitor),
         ("proxy", deployment.spec.proxy),
     )
     for path, workload in workloads:
-        for index, variable in enumerate(workload.env if workload is not None else ()):
+        for index, variable in enumerate(workload.env):
             if variable.value_from is not None:
                 yield (
                     f"spec.{path}.env[{index}].valueFrom: there is no cluster to take {variable.name} from; "

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..api import EPDDeployment
 from ..api.names import child_name
+from ..roles import roles_of
 from .autoscaling import autoscalers
 from .canonical import by_field_name
 from .context import Images, RenderContext, ServedVersions
@@ -16,7 +17,6 @@ from .janitor import janitor_deployment
 from .labels import labels, selector
 from .policies import disruption_budgets, network_policies
 from .proxy import proxy_access, proxy_deployment
-from .roles import roles_of
 from .services import endpoint, services
 from .store import claim_names, claims
 from .workloads import SPEC_HASH_ANNOTATION

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from ..roles import TRAITS, roles_of
 from .labels import components_selector
-from .roles import TRAITS, roles_of
 
 JANITOR = "janitor"
 """The janitor's component."""

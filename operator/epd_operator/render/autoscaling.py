@@ -5,11 +5,11 @@ from typing import Any
 from ..api import EPDDeployment
 from ..api.names import child_name
 from ..api.scaling import Autoscaling, Behavior, Metric
+from ..roles import roles_of
 from .context import ServedVersions
 from .errors import RenderError
 from .labels import child
 from .quantities import canonical_quantity
-from .roles import roles_of
 
 OWN_SIGNALS = {
     "encoder": ("epd_encoder_queued_media_tokens", 4096),

@@ -8,12 +8,12 @@ from typing import Any
 from ..api import EPDDeployment, Role, quantity_value
 from ..api.deployment import MODELS_PATH, Model
 from ..api.names import child_name
+from ..roles import TRAITS, roles_of
 from .affinity import beside_the_memory
 from .context import Images
 from .errors import RenderError
 from .labels import child, labels
 from .pods import HOME, PORT, PodParts, http_get, pod_template, startup_probe
-from .roles import TRAITS, roles_of
 from .store import Mount
 from .transfers import transfer_flags, transfer_mounts
 from .workloads import deployment_of, extended_resources

@@ -3,14 +3,13 @@
 from typing import Any
 
 from ..api import EPDDeployment
+from ..roles import TRAITS, roles_of
 from .affinity import JANITOR
 from .context import ServedVersions
 from .engine import ACCOUNT as ENGINE
 from .labels import child, components_selector, selector
 from .pods import PORT
 from .proxy import COMPONENT as PROXY
-from .roles import TRAITS, roles_of
-from .transfers import kv_transfer
 
 OPERATOR_LABEL = "epd.dev/operator"
 """`true` on the operator's own pods."""
@@ -57,8 +56,7 @@ def _engine_policy(deployment: EPDDeployment) -> dict[str, Any]:
     roles = [role for role, _ in roles_of(deployment)]
     proxies = {"podSelector": {"matchLabels": selector(name, PROXY)}}
     ingress: list[dict[str, Any]] = [{"from": [proxies, _collectors()], "ports": [_http_port()]}]
-    kv = kv_transfer(deployment)
-    if kv is not None and kv.type == "nixl":
+    if deployment.spec.kv_transfer_type == "nixl":
         # NIXL's handshake and data go straight between the two roles, by ports that it picks.
         ends = [role for role in roles if TRAITS[role].kv_role is not None]
         ingress.append({"from": [{"podSelector": components_selector(name, ends)}]})

@@ -4,10 +4,10 @@ from typing import Any
 
 from ..api import EPDDeployment
 from ..api.names import child_name
+from ..roles import roles_of
 from .context import Images
 from .labels import child, labels, namespace
 from .pods import PORT, PodParts, http_get, pod_template, startup_probe
-from .roles import roles_of
 from .workloads import deployment_of
 
 COMPONENT = "proxy"

@@ -4,10 +4,10 @@ from typing import Any
 
 from ..api import EPDDeployment
 from ..api.names import child_name
+from ..roles import roles_of
 from .labels import child, namespace, selector
 from .pods import PORT, PORT_NAME
 from .proxy import COMPONENT as PROXY
-from .roles import roles_of
 
 
 def services(deployment: EPDDeployment) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ def with_clean_end(epd: Epd) -> Iterator[Epd]:
     """Ends whatever a failed test has left running."""
     yield epd
     for process in epd.processes():
-        process.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
     for started in epd.started:
         started.wait()
 

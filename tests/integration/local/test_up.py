@@ -112,6 +112,25 @@ def test_in_the_background_from_up_to_down(epd: Epd, document: Document) -> None
     assert epd.ps() == []
 
 
+def test_prefill_and_decode_run_apart_and_what_dies_comes_back(epd: Epd, document: Document) -> None:
+    document.write(pd=None, prefill={}, decode={"replicas": 2})
+    state = up(epd, document)
+    assert [one["name"] for one in state["processes"]] == [
+        *("encoder-0", "prefill-0", "decode-0", "decode-1"),
+        *("janitor", "proxy"),
+    ]
+    kv = Path(state["store"], "kv")
+    assert {one.name for one in kv.iterdir()} == {"kv_producer-was-here", "kv_consumer-was-here"}
+    for role in ("prefill", "decode"):
+        process = named(epd.state(), f"{role}-0")
+        os.kill(process["pid"], signal.SIGKILL)
+        until(lambda name=f"{role}-0": named(epd.state(), name)["restarts"] == 1, "a restart")
+        state = epd.until_ready()
+        assert named(state, f"{role}-0")["port"] == process["port"], "the proxy knows it by its address"
+    assert epd.run("logs", "decode").stdout.count("hello from kv_consumer") == 3
+    end(epd)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_in_the_foreground_a_signal_leaves_nothing(
     epd: Epd, document: Document, number: signal.Signals

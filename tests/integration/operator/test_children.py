@@ -160,9 +160,9 @@ def test_a_paused_resource_is_left_alone(world: World, shared_operator: Operator
     [
         ({"roles": {"prefill": {}, "decode": {}}}, "InvalidSpec", "spec.roles: takes `pd`, or"),
         (
-            {"roles": {"pd": None, "prefill": {}, "decode": {}}},
+            {"roles": {"pd": None, "prefill": {}, "decode": {}}, "kvTransfer": {"type": "nixl"}},
             "NotSupportedYet",
-            "spec.roles: prefill and decode do not run yet",
+            "spec.kvTransfer.type: nixl does not run yet",
         ),
         ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.type"),
         # Else the claim would be pruned, with all that is in it.

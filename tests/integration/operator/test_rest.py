@@ -52,13 +52,8 @@ def _spec_of(case: str) -> dict[str, Any]:
     """The spec of a golden case, as far as it can be carried out."""
     found: dict[str, Any] = yaml.safe_load((CASES / f"{case}.yaml").read_text())["spec"]
     found.pop("paused", None)
-    roles = found["roles"]
-    if "prefill" in roles:
-        roles["pd"] = roles.pop("prefill")
-        del roles["decode"]
-        found.pop("kvTransfer", None)
     # Kubernetes 1.20 takes no empty text in an entry of a list.
-    for role in roles.values():
+    for role in found["roles"].values():
         role["env"] = [one for one in role.get("env", []) if one.get("value") != ""]
     return found
 

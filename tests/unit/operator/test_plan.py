@@ -1,6 +1,8 @@
 """From a document to processes, and what is refused on the way."""
 
 import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,16 +114,64 @@ def test_a_revision_is_passed_on() -> None:
     assert argv[argv.index("--served-model-name") + 1] == "org/m"
 
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 ROLES: dict[str, Any] = {"encoder": {}, "pd": {}}
+SPLIT: dict[str, Any] = {"encoder": {}, "prefill": {}, "decode": {}}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_run_on_this_machine(path: Path) -> None:
+    assert refusals(parse_document(path.read_text()), own_store=False) == []
+
+
+def test_prefill_and_decode_share_a_directory_beside_the_store() -> None:
+    wanted = deployment(
+        roles={**SPLIT, "decode": {"replicas": 2}}, kvTransfer={"extraConfig": {"lease_seconds": 5}}
+    )
+    plan = planned(wanted)
+    assert [process.name for process in plan.processes[:-2]] == [
+        *("encoder-0", "prefill-0", "decode-0", "decode-1")
+    ]
+    told = [
+        {word: json.loads(value) for word, value in pairwise(process.argv) if word.endswith("-config")}
+        for process in plan.processes[:-2]
+    ]
+    kv = {
+        "kv_connector": "SharedStorageKVConnector",
+        "kv_connector_extra_config": {"shared_storage_path": "/run/store/kv", "lease_seconds": 5},
+    }
+    encoder, prefill, decode, _ = told
+    assert encoder.keys() == {"--ec-transfer-config"}
+    assert prefill["--ec-transfer-config"]["ec_role"] == "ec_consumer"
+    assert prefill["--kv-transfer-config"] == {**kv, "kv_role": "kv_producer"}
+    assert decode == {"--kv-transfer-config": {**kv, "kv_role": "kv_consumer"}}
+    assert plan.processes[-1].argv[7:] == (
+        *("--encoder", "http://127.0.0.1:1001", "--prefill", "http://127.0.0.1:1002"),
+        *("--decode", "http://127.0.0.1:1003", "--decode", "http://127.0.0.1:1004"),
+    )
+    assert port_count(wanted) == 5
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
         (
-            {"roles": {"encoder": {}, "prefill": {}, "decode": {}}},
-            "spec.roles: `epd up` cannot run `prefill`",
+            {"roles": SPLIT, "kvTransfer": {"type": "nixl"}},
+            "spec.kvTransfer.type: nixl does not run yet; use sharedStorage",
         ),
+        (
+            {"roles": SPLIT, "ecStore": {"sharedMemory": {}}},
+            "spec.kvTransfer.type: without files it is nixl, which does not run yet",
+        ),
+        (
+            {
+                "roles": SPLIT,
+                "ecStore": {"sharedMemory": {}},
+                "kvTransfer": {"type": "sharedStorage"},
+            },
+            "spec.kvTransfer.type: sharedStorage needs files",
+        ),
+        ({"roles": {**SPLIT, "decode": {"replicas": 0}}}, "spec.roles.decode.replicas: is 0"),
         ({"engine": {"type": "vllm"}}, "spec.engine.type: `epd up` cannot run vllm yet"),
         (
             {"ecStore": {"sharedStorage": {"existingClaim": "a"}}},

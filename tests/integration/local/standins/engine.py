@@ -15,8 +15,10 @@ parser = argparse.ArgumentParser()
 commands = parser.add_subparsers(dest="command", required=True)
 serve = commands.add_parser("serve")
 serve.add_argument("model")
-for flag in ("--served-model-name", "--ec-transfer-config", "--drain-timeout"):
+for flag in ("--served-model-name", "--drain-timeout"):
     serve.add_argument(flag, required=True)
+for flag in ("--ec-transfer-config", "--kv-transfer-config"):
+    serve.add_argument(flag, type=json.loads, default={})
 serve.add_argument("--greeting", default="hello")
 janitor = commands.add_parser("store").add_subparsers(required=True).add_parser("janitor")
 for flag in ("--path", "--memory-path", "--capacity", "--ttl"):
@@ -54,16 +56,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 if options.command == "serve":
-    transfer = json.loads(options.ec_transfer_config)
-    name, greeting, extra = transfer["ec_role"], options.greeting, transfer["ec_connector_extra_config"]
+    transfer, kv = options.ec_transfer_config, options.kv_transfer_config
+    name, greeting = kv.get("kv_role") or transfer["ec_role"], options.greeting
+    extra = transfer.get("ec_connector_extra_config", {})
     tiers = [extra.get("storage", extra), extra.get("memory", extra)]
     stores = [
         tier[key] for tier, key in zip(tiers, ("shared_storage_path", "path"), strict=True) if key in tier
     ]
+    if kv:
+        stores.append(kv["kv_connector_extra_config"]["shared_storage_path"])
 else:
     name, greeting = "janitor", "hello"
     stores = [path for path in (options.path, options.memory_path) if path]
 for store in stores:
+    Path(store).mkdir(exist_ok=True)
     (Path(store) / f"{name}-was-here").touch()
 print(f"{greeting} from {name}")
 server = http.server.ThreadingHTTPServer((options.host, options.port), Handler)

@@ -12,13 +12,16 @@ parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--drain-timeout", type=float, required=True)
 parser.add_argument("--encoder", action="append", required=True)
-parser.add_argument("--pd", action="append", required=True)
+for role in ("--pd", "--prefill", "--decode"):
+    parser.add_argument(role, action="append", default=[])
 options = parser.parse_args()
+if not (options.pd or (options.prefill and options.decode)):
+    parser.error("--pd, or --prefill and --decode")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
 def engines_are_ready() -> bool:
-    for url in (*options.encoder, *options.pd):
+    for url in (*options.encoder, *options.pd, *options.prefill, *options.decode):
         try:
             urllib.request.urlopen(f"{url}/ready", timeout=5).close()
         except OSError:

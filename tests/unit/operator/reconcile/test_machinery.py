@@ -170,6 +170,7 @@ def test_what_a_request_is(method: str, path: str, watch: bool, expected: tuple[
 
 
 SPEC = {"model": {"source": "/m"}, "roles": {"encoder": {}, "pd": {}}}
+SPLIT = {"roles": {"encoder": {}, "prefill": {}, "decode": {}}}
 
 
 def _resource(spec: Any, name: str = "demo") -> dict[str, Any]:
@@ -193,9 +194,14 @@ def test_a_resource_is_read_whatever_else_the_api_server_keeps_with_it() -> None
         (_resource(None), "InvalidSpec", "spec: must be a mapping"),
         (_resource(SPEC, "a.b"), "InvalidSpec", "metadata.name: must match"),
         (
-            _resource(SPEC | {"roles": {"encoder": {}, "prefill": {}, "decode": {}}}),
+            _resource(SPEC | SPLIT | {"kvTransfer": {"type": "nixl"}}),
             "NotSupportedYet",
-            "spec.roles: prefill and decode do not run yet",
+            "spec.kvTransfer.type: nixl does not run yet; use sharedStorage",
+        ),
+        (
+            _resource(SPEC | SPLIT | {"ecStore": {"sharedMemory": {}}}),
+            "NotSupportedYet",
+            "spec.kvTransfer.type: without files it is nixl, which does not run yet; give",
         ),
         (
             _resource(SPEC | {"ecStore": {"sharedStorage": {"existingClaim": "demo-store"}}}),
@@ -209,6 +215,11 @@ def test_a_resource_that_is_refused_says_why(resource: dict[str, Any], reason: s
         read(resource, {})
     assert caught.value.reason == reason
     assert any(line in one for one in caught.value.lines)
+
+
+@pytest.mark.parametrize("kv", [{}, {"kvTransfer": {}}, {"kvTransfer": {"type": "sharedStorage"}}])
+def test_prefill_and_decode_are_carried_out(kv: dict[str, Any]) -> None:
+    assert read(_resource(SPEC | SPLIT | kv), {}).spec.kv_transfer_type == "sharedStorage"
 
 
 @pytest.mark.parametrize("store", [{"sharedMemory": {}}, {"sharedMemory": {}, "sharedStorage": {}}])

@@ -159,6 +159,38 @@ def test_outside_a_cluster_operators_of_any_namespace_reach_the_janitor() -> Non
     assert policy["spec"]["ingress"][0]["from"][0]["namespaceSelector"] == {}
 
 
+def test_prefill_and_decode_are_what_the_proxy_is_told_of() -> None:
+    manifests = rendered({"roles": {"encoder": {}, "prefill": {}, "decode": {}}})
+    container = main_container(find(manifests, "Deployment", "digits-proxy"))
+    config = proxy_cli.parse(container["args"])
+    assert config.services is not None
+    assert config.services.names == {role: f"digits-{role}" for role in ("encoder", "prefill", "decode")}
+    assert {"digits-prefill", "digits-decode"} <= set(kinds(manifests, "PodDisruptionBudget"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "connector"),
+    [
+        ({}, "SharedStorageKVConnector"),
+        ({"kvTransfer": {}}, "SharedStorageKVConnector"),
+        ({"ecStore": {"sharedStorage": {}, "sharedMemory": {}}}, "SharedStorageKVConnector"),
+        ({"ecStore": {"sharedMemory": {}}}, "NixlKVConnector"),
+        ({"kvTransfer": {"type": "nixl"}}, "NixlKVConnector"),
+    ],
+)
+def test_kv_crosses_as_files_where_there_is_a_volume_for_them(spec: dict[str, Any], connector: str) -> None:
+    roles = {"encoder": {}, "prefill": {}, "decode": {}}
+    manifests = rendered({"roles": roles, **spec})
+    told = [
+        json.loads(
+            flag(main_container(find(manifests, "Deployment", f"digits-{role}")), "--kv-transfer-config")
+        )
+        for role in ("prefill", "decode")
+    ]
+    assert [one["kv_connector"] for one in told] == [connector] * 2
+    assert [one["kv_role"] for one in told] == ["kv_producer", "kv_consumer"]
+
+
 def test_nixl_alone_opens_the_way_between_engines() -> None:
     roles = {"encoder": {}, "prefill": {}, "decode": {}}
     ways = {

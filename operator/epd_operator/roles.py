@@ -4,26 +4,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..api import EPDDeployment, Role
-from ..wire import CONSUMER, PRODUCER
+from .api import EPDDeployment, Role
 
 
 @dataclass(frozen=True)
 class RoleTraits:
     """A role's part in the transfers."""
 
-    ec_role: str | None
+    ec_role: Literal["ec_producer", "ec_consumer"] | None
     kv_role: Literal["kv_producer", "kv_consumer"] | None
 
 
 TRAITS = {
-    "encoder": RoleTraits(PRODUCER, None),
-    "pd": RoleTraits(CONSUMER, None),
-    "prefill": RoleTraits(CONSUMER, "kv_producer"),
+    "encoder": RoleTraits("ec_producer", None),
+    "pd": RoleTraits("ec_consumer", None),
+    "prefill": RoleTraits("ec_consumer", "kv_producer"),
     # What decode needs of a picture is in the KV that it takes.
     "decode": RoleTraits(None, "kv_consumer"),
 }
-"""By role, in the order in which roles are rendered."""
+"""By role, in the order in which roles are started."""
 
 
 def roles_of(deployment: EPDDeployment) -> Iterator[tuple[str, Role]]:
