@@ -75,6 +75,11 @@ def lease_files(root: Path) -> list[str]:
     return [file.name for file in _scan(root / NAMESPACE / LEASES)]
 
 
+def quarantined(root: Path) -> set[str]:
+    """Keys of entries that the janitor has set aside."""
+    return {file.name.rpartition(".")[2] for file in _scan(root / QUARANTINE_DIRECTORY)}
+
+
 def arenas(root: Path) -> list[str]:
     return [file.name for file in _scan(root / NAMESPACE) if file.name.endswith((".arena", ".unfinished"))]
 

@@ -13,7 +13,7 @@ from tests.support import store_audit as audit
 from tests.support.store_faults import Fault, Volume, schedule
 from tests.support.store_items import MAX_ENTRY_BYTES, Items
 from tests.support.store_processes import HANG_SECONDS, Janitor, Member, fork_server
-from tests.support.store_workers import Post
+from tests.support.store_workers import DELETED_UNDER_LEASE, MET_DAMAGE, Post
 
 GID = 54000  # the volume's group; no process has it as its own
 GRACE = 2.0
@@ -202,19 +202,27 @@ class Chaos:
         except FileNotFoundError:
             lines = []
         seen = [*self.complaints, *map(json.loads, lines)]
-        seen = [one for one in seen if not (one["what"].endswith("live lease") and self._is_excused(one))]
+        seen = [one for one in seen if not self._is_excused(one)]
         for one in seen:
             one["at"] = round(one["at"] - self.began, 3)
         return seen
 
+    @property
+    def damaged(self) -> set[str]:
+        """Keys of entries that were damaged on purpose."""
+        return {key for volume in self.volumes for key in volume.flips}
+
     def _is_excused(self, one: dict[str, Any]) -> bool:
-        """An entry that was damaged on purpose is set aside. One in memory goes with its producer, and what
-        a producer had decided before it was stopped it does when it goes on."""
-        if self.files is not None:
-            return one["key"] in self.files.flips
-        if one["at"] >= self._ended:
+        """An entry that was damaged on purpose may be met, and is set aside. One in memory goes with its
+        producer, and what a producer had decided before it was stopped it does when it goes on."""
+        if one["what"] not in (DELETED_UNDER_LEASE, MET_DAMAGE):
+            return False
+        if one["key"] in self.damaged:
             return True
-        return any(one["leased_at"] - 1.0 <= moment <= one["at"] for moment in self._disturbed)
+        if one["what"] == MET_DAMAGE or self.files is not None:
+            return False
+        moments = [*self._disturbed, self._ended]
+        return any(one["leased_at"] - 1.0 <= moment <= one["at"] for moment in moments)
 
     @property
     def totals(self) -> Counter[str]:

@@ -10,7 +10,7 @@ from epd_engine.core.request import MediaItem
 from epd_engine.ec_transfer.base import ECModelIdentity
 
 WIDTH = 64
-MIN_ROWS, MAX_ROWS = 64, 512
+MIN_ROWS, MAX_ROWS = 64, 1536
 MAX_ENTRY_BYTES = MAX_ROWS * WIDTH * 4 + 1024  # as a store charges it
 IDENTITY = ECModelIdentity("c" * 64, width=WIDTH, dtype=torch.float32)
 NAMESPACE = IDENTITY.fingerprint[:16]
@@ -31,6 +31,9 @@ class Items:
         """Up to `most` different ones."""
         chosen = [self.one(rng) for _ in range(rng.randint(1, most))]
         return list({item.mm_hash: item for item in chosen}.values())
+
+    def by_key(self) -> dict[str, MediaItem]:
+        return {self[index].mm_hash: self[index] for index in range(self.count)}
 
     def __getitem__(self, index: int) -> MediaItem:
         key = hashlib.sha256(f"{self.seed}/{index}".encode()).hexdigest()

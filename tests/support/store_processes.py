@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import store_workers
 from tests.support.processes import BIN, free_port
+from tests.support.store_crashes import DIES
 from tests.support.store_node import REPOSITORY, node_command, python_path
 from tests.support.store_workers import EXIT_REFUSED, Beat, Post
 
@@ -108,7 +109,9 @@ class Member:
         self.totals += beat.counts
         if status == EXIT_REFUSED:
             self.totals["refused to start"] += 1
-        elif status != (0 if ending else -signal.SIGKILL) or (status and not self._killed):
+        elif status == -signal.SIGKILL and (self._killed or beat.doing == DIES):
+            self.totals["died in the midst of a write"] += not self._killed
+        elif status or not ending:
             self.complain(f"a process ended with {status}", self.post.name, log=_tail(self.post.log))
         self._process.join()
         self._process, self._due = None, now + RESTART_SECONDS

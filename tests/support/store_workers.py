@@ -19,16 +19,21 @@ import torch
 
 from epd_engine.core.request import MediaItem
 from epd_engine.ec_store.errors import StoreError
+from epd_engine.ec_store.layout import ENTRY_NAME
 from epd_engine.ec_transfer import shared_memory_connector, shared_storage_connector, tiered_connector
 from epd_engine.ec_transfer.base import ECConnectorOutput
 from epd_engine.ec_transfer.config import ECConfigError
 from tests.support.connector_pairs import Instance
 from tests.support.engine_objects import request
-from tests.support.store_items import IDENTITY, Items, difference, tensor_of
+from tests.support.store_crashes import Crashes
+from tests.support.store_items import IDENTITY, NAMESPACE, Items, difference, tensor_of
 
 BUILT_IN = (shared_memory_connector, shared_storage_connector, tiered_connector)  # imported while one is root
 EXIT_REFUSED = 3  # the connector did not start: the volume was not there for us
 BEAT_BYTES = 4096
+DAMAGED = ("checksum", "header", "disagree", "payload ends", "shorter")  # as reasons of a failed load
+DELETED_UNDER_LEASE = "an entry was deleted under a live lease"
+MET_DAMAGE = "a damaged entry was in its place"
 SEEN_SECONDS = 1.0  # after so long a lease is known to everybody
 
 
@@ -109,7 +114,9 @@ class Worker:
         self.post, self._beat, self._violations = post, beat, violations
         self.rng = random.Random(post.seed)
         self.counts: Counter[str] = Counter()
+        self._by_key = post.items.by_key() if post.holds else {}
         self.beat("starts")
+        Crashes(random.Random(f"{post.seed}/crashes"), self.beat).install()
         self.pod = Pod(post.connector, post.role, post.extra, IDENTITY)
         self.scheduler: Any = self.pod.scheduler
         self.worker: Any = self.pod.worker
@@ -147,6 +154,9 @@ class Worker:
             self.violation("a save has no answer", sorted(unanswered)[0])
 
     def read(self) -> None:
+        if self.post.holds and self.rng.random() < 0.2:
+            self.hold(self._least_used() or self.post.items.one(self.rng))
+            return
         items = self.post.items.some(self.rng, 2)
         self.beat("looks up")
         there = [item for item in items if self.pod.has(item)]
@@ -154,9 +164,6 @@ class Worker:
         if not there:
             self.pod.step()
             return
-        if self.post.holds and self.rng.random() < 0.1:
-            self.hold(there[0])
-            there = there[:1]
         self.beat("loads")
         output = self.pod.fetch(there)
         for item in there:
@@ -168,7 +175,10 @@ class Worker:
         if (found is None) != (reason is not None) or (found is not None) != (key in output.finished_recving):
             self.violation("a load has no answer, or two", key, reason=str(reason))
         elif found is None:
-            self.counts[f"not loaded: {_kind(str(reason))}"] += 1
+            kind = _kind(str(reason))
+            self.counts[f"not loaded: {kind}"] += 1
+            if kind in DAMAGED:
+                self.violation(MET_DAMAGE, key, reason=str(reason))
         elif torch.equal(found, tensor_of(key)):
             self.counts["loaded"] += 1
         else:
@@ -177,16 +187,28 @@ class Worker:
     def hold(self, item: MediaItem) -> None:
         """Sits on the lease of an entry: once everybody can know of it, the entry may not be deleted."""
         began, key, leases = time.monotonic(), item.mm_hash, self.scheduler.leases
+        if not self.pod.has(item):
+            return
         until = time.time() + leases.seconds - 0.5
         self.beat("sits on a lease")
         time.sleep(SEEN_SECONDS)
-        if not leases.holds(key) or not self._is_there(item):
-            return
-        self.counts["leases held"] += 1
-        time.sleep(self.rng.uniform(0.2, 1.2))
-        gone = not self._is_there(item)
-        if gone and time.time() < until and leases.holds(key):
-            self.violation("an entry was deleted under a live lease", key, leased_at=began)
+        if leases.holds(key) and self._is_there(item):
+            self.counts["leases held"] += 1
+            time.sleep(self.rng.uniform(0.2, 1.2))
+            gone = not self._is_there(item)
+            if gone and time.time() < until and leases.holds(key):
+                self.violation(DELETED_UNDER_LEASE, key, leased_at=began)
+        self.check(key, self.pod.fetch([item]))
+
+    def _least_used(self) -> MediaItem | None:
+        """One of the files that a janitor would delete first."""
+        base, found = Path(self.post.extra.get("shared_storage_path", "")) / NAMESPACE, []
+        for key, item in self._by_key.items():
+            try:
+                found.append(((base / key / ENTRY_NAME).stat().st_mtime, key, item))
+            except OSError:
+                continue
+        return self.rng.choice(sorted(found)[:8])[2] if found else None
 
     def _is_there(self, item: MediaItem) -> bool:
         try:
@@ -252,6 +274,6 @@ def main(post: Post) -> None:
 
 def _kind(reason: str) -> str:
     """A reason without what is particular to one entry."""
-    known = ("No space left", "no room", "Permission denied", "is full", "checksum", "no entry", "header")
-    known += ("disagree", "was replaced", "share", "not encoded", "No such file", "slots")
+    known = (*DAMAGED, "No space left", "no room", "Permission denied", "is full", "no entry")
+    known += ("was replaced", "share", "not encoded", "No such file", "slots")
     return next((words for words in known if words in reason), reason[:80])
