@@ -2,8 +2,8 @@
 
     python -m tests.integration.proxy.engine_process prefill
 
-prints its port. A decode instance takes over the KV that the params name by asking the prefill instance, so it is
-missing once that one is dead.
+prints its port. A decode instance takes over the KV that the params name by asking the prefill instance, so
+it is missing once that one is dead.
 """
 
 from __future__ import annotations
