@@ -53,14 +53,14 @@ class Generated:
 class Reference:
     """Greedy generation by plain transformers on the same messages."""
 
-    def __init__(self, model: Path = MODEL):
-        self._path = model
+    def __init__(self, model: Path = MODEL, dtype: torch.dtype = torch.float32):
+        self._path, self._dtype = model, dtype
 
     @cached_property
     def model(self) -> Any:
         from transformers import AutoModelForImageTextToText
 
-        return AutoModelForImageTextToText.from_pretrained(self._path, dtype=torch.float32).eval()
+        return AutoModelForImageTextToText.from_pretrained(self._path, dtype=self._dtype).eval()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -76,26 +76,9 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> Generated:
-        images = [
-            Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].split(",", 1)[1]))).convert("RGB")
-            for message in messages
-            if isinstance(message["content"], list)
-            for part in message["content"]
-            if part["type"] == "image_url"
-        ]
-        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        pad = self.model.config.image_token_id
-        inputs: dict[str, torch.Tensor] = {}
-        if images:
-            inputs = dict(self.processor(images=images, return_tensors="pt"))
-            sizes = iter((inputs["image_grid_thw"].prod(-1) // 4).tolist())
-            ids = [t for token in ids for t in ([pad] * next(sizes) if token == pad else [token])]
-        tokens = torch.tensor([ids])
+        ids, inputs = self._inputs(messages)
         out = self.model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            mm_token_type_ids=(tokens == pad).int(),
+            **self._of_tokens(ids),
             **inputs,
             max_new_tokens=max_tokens,
             do_sample=False,
@@ -105,6 +88,57 @@ class Reference:
         best = torch.stack(out.logits)[:, 0].topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         return Generated(ids, out.sequences[0, len(ids) :].tolist(), margins)
+
+    def follow(self, messages: Sequence[dict[str, Any]], answer: Sequence[int]) -> Generated:
+        """What would come next after each beginning of `answer`, in one pass: where that is `answer` itself,
+        it is what `generate` gives without an end."""
+        prompt, logits = self.logits(messages, answer)
+        best = logits.topk(2)
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        return Generated(prompt, best.indices[:, 0].tolist(), margins)
+
+    @torch.inference_mode()
+    def logits(
+        self, messages: Sequence[dict[str, Any]], answer: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
+        """The expanded prompt, and logits `[tokens, vocab]` at each place of `answer` in float32."""
+        ids, inputs = self._inputs(messages)
+        out = self.model(**self._of_tokens([*ids, *answer[:-1]]), **inputs)
+        return ids, out.logits[0, len(ids) - 1 :].float()
+
+    def _inputs(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """The expanded prompt, and the pictures as the tower takes them."""
+        images = [
+            Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].split(",", 1)[1]))).convert("RGB")
+            for message in messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+            if part["type"] == "image_url"
+        ]
+        rendered = self.tokenizer.apply_chat_template(
+            [_plain(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        inputs: dict[str, torch.Tensor] = {}
+        if images:
+            pad = self.model.config.image_token_id
+            inputs = dict(self.processor(images=images, return_tensors="pt"))
+            sizes = iter((inputs["image_grid_thw"].prod(-1) // 4).tolist())
+            ids = [t for token in ids for t in ([pad] * next(sizes) if token == pad else [token])]
+        return ids, inputs
+
+    def _of_tokens(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        tokens = torch.tensor([list(ids)])
+        pictures = (tokens == self.model.config.image_token_id).int()
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": pictures}
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """What chat templates know: a picture is a part of the type "image"."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [part if part["type"] == "text" else {"type": "image"} for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def assert_same_tokens(got: Sequence[int], reference: Generated) -> None:
