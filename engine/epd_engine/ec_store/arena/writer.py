@@ -33,7 +33,10 @@ from epd_engine.ec_store.keys import check_key
 from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_COMMIT_STEP = 32 << 20
+_COMMIT_STEP = (
+    32 << 20
+)  # of memory taken at once; a small arena takes a 64th, so that producers keep to shares
+_LEAST_STEP = 1 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _TEXT = json.JSONEncoder(separators=(",", ":"))
 _DIRECTORY_MODE, _FILE_MODE = 0o2770, 0o640
@@ -60,6 +63,7 @@ class ArenaWriter:
         self._slots: dict[str, int] = {}
         self._free = list(range(self.geometry.slots - 1, -1, -1))
         self._committed = 0
+        self._step = max(_LEAST_STEP, min(_COMMIT_STEP, data_bytes // 64 // PAGE * PAGE))
         try:
             check_mount(directory, self.geometry)
             self._descriptor, self.path = _create(directory)
@@ -140,7 +144,7 @@ class ArenaWriter:
 
     def shrink(self, end: int) -> None:
         """Gives memory beyond `end` bytes of data back to the tmpfs. Nothing that is linked lies there."""
-        end = min(-(-end // _COMMIT_STEP) * _COMMIT_STEP, self.geometry.data_bytes)
+        end = min(-(-end // self._step) * self._step, self.geometry.data_bytes)
         begin = self.geometry.data_at + end
         begin += -begin % PAGE
         if end < self._committed and begin < len(self._map):
@@ -179,7 +183,7 @@ class ArenaWriter:
         """Takes memory up to `end` and faults it in: a full tmpfs is an error here, a SIGBUS later."""
         if end <= self._committed:
             return
-        wanted = min(-(-end // _COMMIT_STEP) * _COMMIT_STEP, self.geometry.data_bytes)
+        wanted = min(-(-end // self._step) * self._step, self.geometry.data_bytes)
         begin = self.geometry.data_at + self._committed
         try:
             os.posix_fallocate(self._descriptor, begin, wanted - self._committed)
