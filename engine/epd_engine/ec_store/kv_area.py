@@ -22,8 +22,13 @@ _TRANSFER = re.compile(r"[0-9a-f]{64}(\.pulled)?")
 def transfers(area: Path) -> Iterator[Path]:
     """Directories of transfers, claimed or not; names that are not ours are left out. Raises OSError."""
     try:
-        namespaces = [entry.path for entry in os.scandir(area) if _NAMESPACE.fullmatch(entry.name)]
-    except FileNotFoundError:
+        with os.scandir(area) as found:
+            namespaces = [
+                entry.path
+                for entry in found
+                if _NAMESPACE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
         return
     for namespace in namespaces:
         try:

@@ -27,6 +27,7 @@ def limits(arguments: Namespace) -> Limits:
         grace=arguments.grace,
         rate=arguments.rate,
         scrub=getattr(arguments, "scrub", 0),
+        kv_ttl=arguments.kv_ttl,
     )
 
 

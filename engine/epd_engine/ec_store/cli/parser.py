@@ -124,6 +124,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="spare entries used within, and leftovers younger than this (default: 300)",
     )
+    add(
+        "--kv-ttl",
+        type=_seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="delete KV between prefill and decode that is older (default: 3600)",
+    )
     add("--rate", type=float, default=1000.0, metavar="N", help="operations a second (default: 1000)")
 
 

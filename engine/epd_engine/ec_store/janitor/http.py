@@ -73,6 +73,7 @@ def _usage(service: Service) -> dict[str, Any] | None:
         "quarantinedEntries": found.quarantined_entries,
         "writers": found.writers,
         "creditBytes": found.credit,
+        "kvBytes": found.kv_bytes,
         "isJanitor": service.leading,
     }
     return document if memory is None else {**document, "memory": memory}
@@ -105,6 +106,8 @@ class _Collector(Collector):
             )
             yield _gauge("unfinished_bytes", "Bytes of saves that are not finished", usage.unfinished_bytes)
             yield _gauge("quarantined_bytes", "Bytes of damaged entries", usage.quarantined_bytes)
+            yield _gauge("kv_bytes", "Bytes of KV on its way from prefill to decode", usage.kv_bytes)
+            yield _gauge("kv_transfers", "Prompts whose KV that is", usage.kv_transfers)
             yield _gauge("writers", "Writers that share the credit", usage.writers)
             yield _gauge("credit_bytes", "What each writer may write until the next look", usage.credit)
         totals = service.totals

@@ -17,6 +17,7 @@ from epd_engine.ec_store.errors import EntryDamaged
 from epd_engine.ec_store.janitor import scan
 from epd_engine.ec_store.janitor.clearing import NS, Cleared, Clearing, remove_if_empty
 from epd_engine.ec_store.janitor.index import Index, Known
+from epd_engine.ec_store.janitor.kv import KVArea
 from epd_engine.ec_store.janitor.lease import StoreLease
 from epd_engine.ec_store.janitor.limits import Limits
 from epd_engine.ec_store.janitor.pace import Pace
@@ -44,6 +45,8 @@ class Usage:
     quarantined_entries: int
     writers: int
     credit: int
+    kv_bytes: int = 0
+    kv_transfers: int = 0
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Keeper:
     ):
         self._root, self.limits, self._lease, self._index, self._pace = root, limits, lease, index, pace
         self._quarantine = Quarantine(root)
+        self._kv = KVArea(root, limits, lease, pace)
         self._numbers: dict[str, int] = {}  # namespace -> its number in the index
         self._bases: dict[int, Path] = {}
         self._listed: dict[
@@ -98,6 +102,7 @@ class Keeper:
         if not dry_run:
             self._review_unfinished(now)
             self._quarantine.trim(budget)
+            self.totals.removed["kv"] += self._kv.clear(now)
         clearing = Clearing(
             self._index, self._bases, self.limits, self._lease, self._pace, self._used, dry_run
         )
@@ -111,7 +116,7 @@ class Keeper:
         return cleared
 
     def _used(self) -> int:
-        return self._index.bytes + self._index.unfinished_bytes + self._quarantine.bytes
+        return self._index.bytes + self._index.unfinished_bytes + self._quarantine.bytes + self._kv.bytes
 
     def _account(self, cleared: Cleared) -> None:
         totals = self.totals
@@ -134,6 +139,8 @@ class Keeper:
             quarantined_entries=self._quarantine.entries,
             writers=len(self.writers),
             credit=credit,
+            kv_bytes=self._kv.bytes,
+            kv_transfers=self._kv.transfers,
         )
         if not publish:
             return

@@ -12,7 +12,8 @@ class Limits:
     `grace` is how long an entry is spared after its last use, as far as the high mark allows, and how old a
     temporary file or an empty directory must be to count as left behind. `rate` is how many deletions,
     moves and re-checks a second the volume is bothered with. `scrub` is how many bytes a second of payload
-    are read against their checksums; 0 for none.
+    are read against their checksums; 0 for none. `kv_ttl` is the age at which KV that is on its way from
+    prefill to decode is what a dead instance left.
     """
 
     capacity: int | None = None
@@ -23,6 +24,7 @@ class Limits:
     grace: float = 300.0
     rate: float = 1000.0
     scrub: int = 0
+    kv_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, in terms of the command's flags."""
@@ -33,6 +35,7 @@ class Limits:
             ("--ttl", self.ttl),
             ("--max-entries", self.max_entries),
             ("--rate", self.rate),
+            ("--kv-ttl", self.kv_ttl),
         ):
             if value is not None and value <= 0:
                 raise ValueError(f"{flag} must be positive, got {value}")
