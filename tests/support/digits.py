@@ -106,6 +106,10 @@ class Reference:
         out = self.model(**self._of_tokens([*ids, *answer[:-1]]), **inputs)
         return ids, out.logits[0, len(ids) - 1 :].float()
 
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The expanded prompt alone."""
+        return self._inputs(messages)[0]
+
     def _inputs(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
         """The expanded prompt, and the pictures as the tower takes them."""
         images = [
