@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tests.integration.operator.operators import OperatorProcess
-from tests.integration.operator.world import PLURAL, World, ready_status, volume
+from tests.integration.operator.world import PLURAL, World, ready_status, spec, volume
 
 PULL = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'}}
 CRASHED = {
@@ -69,6 +69,21 @@ def test_ready_follows_every_part(world: World, shared_operator: OperatorProcess
         world.eventually(lambda: world.conditions()["Ready"]["observedGeneration"] == generation)
         world.eventually(lambda: world.conditions()["PDReady"]["status"] == "False", world.conditions)
         assert world.conditions()["Ready"]["status"] == "False"
+
+
+def test_prefill_and_decode_are_followed_each(world: World, shared_operator: OperatorProcess) -> None:
+    roles = {"encoder": {"replicas": 1}, "prefill": {"replicas": 1}, "decode": {"replicas": 2}}
+    with volume(world, "demo-store"):
+        world.create(spec=spec(roles=roles))
+        world.make_ready("demo-encoder", "demo-prefill", "demo-proxy")
+        world.await_condition("PrefillReady", "AllReady")
+        assert world.conditions()["Ready"]["status"] == "False"
+        world.make_ready("demo-decode")
+        world.await_condition("Ready", "Serving")
+        resource = world.get(PLURAL, "demo")
+        assert resource is not None
+        assert resource["status"]["roles"]["language"] == "P 1/1 D 2/2"
+        assert world.conditions()["DecodeReady"]["status"] == "True"
 
 
 def test_news_is_told_once(world: World, shared_operator: OperatorProcess) -> None:

@@ -266,6 +266,23 @@ def test_everything_ready() -> None:
     assert status["roles"]["language"] == "2/2"
 
 
+def test_prefill_and_decode_have_a_condition_and_counts_each() -> None:
+    split = DEPLOYMENT.model_dump(by_alias=True, exclude_none=True)
+    split["spec"]["roles"] = {"encoder": {}, "prefill": {}, "decode": {}}
+    workloads = [workload(name) for name in ("encoder", "prefill", "proxy", "janitor")]
+    status, conditions = _status(deployment=EPDDeployment.model_validate(split), deployments=workloads)
+    assert "PDReady" not in conditions
+    assert conditions["PrefillReady"]["status"] == "True"
+    assert conditions["DecodeReady"]["status"] == conditions["Ready"]["status"] == "False"
+    assert "decode:" in conditions["Ready"]["message"]
+    assert status["roles"]["language"] == "P 2/2 D 0/0"
+    workloads.append(workload("decode"))
+    status, conditions = _status(deployment=EPDDeployment.model_validate(split), deployments=workloads)
+    assert conditions["Ready"]["status"] == "True"
+    assert status["roles"]["language"] == "P 2/2 D 2/2"
+    assert status["roles"]["decode"]["selector"].startswith("app.kubernetes.io/component=decode,")
+
+
 def test_without_a_janitor_the_store_serves_and_somebody_is_told() -> None:
     crashing = pod(containerStatuses=[container(BACK_OFF, lastState=ended(1, message="no lease"))])
     crashing["metadata"]["labels"] = {"app.kubernetes.io/component": "janitor"}
