@@ -160,7 +160,9 @@ def gather(
 ) -> torch.Tensor:
     """A copy on the CPU of the blocks' keys and values `[2, blocks, kv_heads, block_size, head_dim]`. Of the
     last block only `tokens_in_last` tokens are real: the rest, another request's once, becomes zeros."""
-    picked = torch.stack([part.index_select(0, block_ids) for part in layer])
+    picked = layer[0].new_empty((2, len(block_ids), *layer[0].shape[1:]))
+    for part, place in zip(layer, picked, strict=True):
+        torch.index_select(part, 0, block_ids, out=place)
     picked[:, -1, :, tokens_in_last:] = 0
     return picked.cpu()
 

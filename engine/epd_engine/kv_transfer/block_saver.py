@@ -21,13 +21,14 @@ MAX_PENDING_BYTES = 256 << 20
 @dataclass
 class Transfer:
     """One prompt's files. `failure` is the first thing that went wrong, `is_saved` whether all is in place;
-    both are set by its lane."""
+    both are set by its lane. `is_reported`: the scheduler side has heard of it."""
 
     transfer_id: str
     directory: Path
     writer: BlockFileWriter | None = field(default=None, init=False)
     failure: str | None = field(default=None, init=False)
     is_saved: bool = field(default=False, init=False)
+    is_reported: bool = field(default=False, init=False)
 
     @property
     def is_done(self) -> bool:

@@ -6,6 +6,8 @@ from typing import ClassVar
 from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVModelIdentity
 from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig
 
+_NOT_YET = frozenset({"NixlConnector", "NixlKVConnector"})
+
 
 class KVConnectorFactory:
     """Makes the connector a config names; others come in by `kv_connector_module_path`."""
@@ -28,6 +30,10 @@ class KVConnectorFactory:
             module_path, class_name = cls._registry[config.kv_connector]
         else:
             known = ", ".join(sorted(cls._registry))
+            if config.kv_connector in _NOT_YET:
+                raise KVConfigError(
+                    f"kv_connector {config.kv_connector!r} is not supported yet; known are {known}"
+                )
             raise KVConfigError(
                 f"unknown kv_connector {config.kv_connector!r}; known are {known}, "
                 "others need kv_connector_module_path"

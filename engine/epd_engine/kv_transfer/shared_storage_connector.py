@@ -262,13 +262,15 @@ class SharedStorageKVConnector(KVConnectorBase):
 
     def get_finished(self) -> KVConnectorOutput:
         self._sweep()
-        for transfer in [t for t in self._transfers.values() if t.is_done]:
-            del self._transfers[transfer.transfer_id]
-            request_id = self._request_of.pop(transfer.transfer_id)
-            if transfer.failure is None:
-                self._output.finished_sending.add(request_id)
-            else:
+        for transfer in [t for t in self._transfers.values() if t.is_done and not t.is_reported]:
+            transfer.is_reported = True
+            request_id = self._request_of[transfer.transfer_id]
+            if transfer.failure is not None:
+                # Known until it is dropped: later ranges of the prompt must not be taken for all of it.
                 self._output.failed_sending[request_id] = transfer.failure
+                continue
+            del self._transfers[transfer.transfer_id], self._request_of[transfer.transfer_id]
+            self._output.finished_sending.add(request_id)
         for request_id, (future, begun) in list(self._loads.items()):
             if future.done():
                 del self._loads[request_id]

@@ -241,6 +241,21 @@ def test_a_volume_that_refuses_fails_that_transfer_alone(sides: tuple[Side, Side
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_range_that_failed_is_not_made_good_by_later_ones(sides: tuple[Side, Side]) -> None:
+    prefill, _ = sides
+    blocker = prefill.connector._base / ID
+    blocker.write_text("in the way")
+    first = BlockSave("p", ID, DIGEST, 0, (3,), BLOCK, False)
+    output = prefill.step(BlockPlan(saves={"p": first}))
+    if not output.failed_sending:
+        prefill.until(lambda o: o.failed_sending)
+    blocker.unlink()
+    output = prefill.step(BlockPlan(saves={"p": BlockSave("p", ID, DIGEST, 1, (1,), BLOCK, True)}))
+    prefill.connector._saver.close()
+    assert not output.finished_sending
+    assert not prefill.connector.get_finished().finished_sending
+
+
 def test_what_dead_instances_left_is_swept_and_what_is_young_or_foreign_stays(
     sides: tuple[Side, Side], tmp_path: Path
 ) -> None:
