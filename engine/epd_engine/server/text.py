@@ -26,6 +26,10 @@ class ChatTokenizer:
 
     def __init__(self, checkpoint: Checkpoint):
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        # Where processors kept it before templates had a file of their own; the tokenizer does not look there.
+        older = checkpoint.read_json("chat_template.json")
+        if older is not None and not (checkpoint.folder / "chat_template.jinja").exists():
+            self._tokenizer.chat_template = older["chat_template"]
         generation = checkpoint.read_json("generation_config.json") or {}
         eos = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
