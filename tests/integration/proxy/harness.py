@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -23,8 +23,8 @@ class Setup:
     client: httpx.AsyncClient
     encoders: list[Engine]
     pds: list[Engine]
-    prefills: list[Engine]
-    decodes: list[Engine]
+    prefills: list[Engine] = field(default_factory=list)
+    decodes: list[Engine] = field(default_factory=list)
 
     async def chat(self, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=body(*parts, **fields), headers=headers)

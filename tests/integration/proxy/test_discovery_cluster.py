@@ -19,7 +19,17 @@ from epd_proxy.app import Proxy
 from epd_proxy.config import Config, Services
 from tests.cluster.fixtures import Namespace
 from tests.integration.proxy.harness import Setup, image, serving, text, until
-from tests.integration.proxy.scripted import ANSWER, DONE, ROLE, Engine, decode, encode, event, start_stream
+from tests.integration.proxy.scripted import (
+    ANSWER,
+    DONE,
+    ROLE,
+    Engine,
+    decode,
+    encode,
+    event,
+    prefill,
+    start_stream,
+)
 
 GROUP = "discovery.k8s.io"
 
@@ -133,8 +143,9 @@ async def following(kube: Kube, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield running
 
 
-async def proxy_for(kube: Kube) -> AsyncIterator[Setup]:
-    proxy = Proxy(Config(services=Services(kube.namespace.name, {"pd": "d-pd", "encoder": "d-encoder"})))
+async def proxy_for(kube: Kube, *roles: str) -> AsyncIterator[Setup]:
+    names = {role: f"d-{role}" for role in roles or ("encoder", "pd")}
+    proxy = Proxy(Config(services=Services(kube.namespace.name, names)))
     async with serving(proxy) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         yield Setup(proxy, http, [], [])
 
@@ -178,6 +189,21 @@ async def test_instances_come_and_go_with_slices(following: Setup, kube: Kube, e
     assert await s.metric('epd_proxy_instances{role="pd"}') == 0
     assert await s.metric('epd_proxy_instances_ready{role="encoder"}') == 1
     assert await s.metric("epd_proxy_watch_up") == 1
+
+
+async def test_prefill_and_decode_are_found_each_by_its_service(
+    kube: Kube, engines, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KUBECONFIG", str(kube.namespace.cluster.kubeconfig))
+    first, second = await engines(prefill), await engines(decode)
+    async for s in proxy_for(kube, "encoder", "prefill", "decode"):
+        kube.put_slice("prefill", first)
+        await until_listed(s, "prefill", first)
+        assert (await s.client.get("/ready")).status_code == 503
+        kube.put_slice("decode", second)
+        await until_listed(s, "decode", second)
+        assert (await s.chat(text("hi"))).content == ANSWER
+        assert [len(one.calls) for one in (first, second)] == [1, 1]
 
 
 async def test_a_pod_that_is_deleted_gets_no_new_work_and_finishes_its_streams(
