@@ -1,6 +1,7 @@
 """What a request says of KV that crosses instances: prefill hands it on, decode takes it over."""
 
 import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,5 +40,7 @@ def prompt_digest(request: "Request") -> str:
     """Of what a prompt's KV depends on beside the model: tokens, media and their places, tenant. 64 hex
     digits. Both instances make it for themselves, so that KV of another prompt is never taken."""
     media = [[m.mm_hash, m.offset, m.num_embeds, dict(m.metadata)] for m in request.media]
-    said = canonical_json([request.cache_salt, request.prompt_token_ids, media])
-    return hashlib.sha256(said.encode()).hexdigest()
+    digest = hashlib.sha256(array("q", request.prompt_token_ids).tobytes())
+    said = canonical_json([request.num_prompt_tokens, request.cache_salt, media])
+    digest.update(said.encode())
+    return digest.hexdigest()
