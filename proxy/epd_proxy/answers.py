@@ -19,7 +19,7 @@ from epd_proxy.upstream import CHAT_PATH, MAX_ANSWER, Failed, Role, busy, call_h
 class Missed(Exception):
     """An instance lacks what others stored for the request, or failed in a way that this may look like.
 
-    `instance` is the one, where `Answers.open` raises it.
+    It says why in the instance's words; `instance` is the one, where `Answers.open` raises it.
     """
 
     instance: Instance | None = None
@@ -126,7 +126,7 @@ class Answers:
                 raise failed from error
             if call.may_miss:
                 self.role.report(instance, failed, call.request_id)
-                raise Missed from error
+                raise Missed(str(failed.final)) from error
             if error.started:
                 self.role.report(instance, failed, call.request_id)
                 raise failed.final from error
@@ -146,8 +146,8 @@ class Answers:
                 break
         if call.may_miss:
             first = next((said for said in payloads(head) if not is_role_only(said)), None)
-            if is_server_error(first):
-                raise Missed
+            if first is not None and is_server_error(first):
+                raise Missed(str(first["error"].get("message", ""))[:500])
         return Opened(self.role, reply, head, events)
 
 
@@ -159,12 +159,12 @@ def refusal(answer: EngineAnswer, may_miss: bool) -> Exception:
     """What an error status of an instance means for the request."""
     code, message = _error(answer.body)
     if answer.status == 503 and code in ("ec_miss", "kv_miss"):
-        return Missed()
+        return Missed(message)
     if code == "kv_incompatible":
         # Nothing was taken over, and no other request is like this one to the instance: not counted as sent.
         return Failed(KvIncompatible(message), "kv_incompatible", sent=False)
     if answer.status == 500 and may_miss:
-        return Missed()  # all that vLLM says about one
+        return Missed(message)  # all that vLLM says about one
     return busy(answer) if answer.status in (429, 503) else answer
 
 

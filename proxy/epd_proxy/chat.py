@@ -174,8 +174,8 @@ class Course:
             document, metadata_only = rewrite(body.doc, chat.items, primed)
             try:
                 return await self._ask(body, document, None, chat.stream, metadata_only)
-            except Missed:
-                logs.warning("ec_miss", request_id=self._id, again=again)
+            except Missed as error:
+                logs.warning("ec_miss", request_id=self._id, again=again, reason=str(error))
                 missed = primed
                 if not again:
                     self._home.metrics.reprimes.inc()

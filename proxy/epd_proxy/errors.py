@@ -78,8 +78,8 @@ class EcMiss(ProxyError):
 class KvMiss(ProxyError):
     """The prompt's KV did not reach a decode instance, twice; the client may try again."""
 
-    def __init__(self) -> None:
-        message = "the KV of the prompt did not reach a decode instance, and again after a second prefill"
+    def __init__(self, reason: str) -> None:
+        message = f"the KV of the prompt did not reach a decode instance, twice: {reason}"
         super().__init__(503, message, code="kv_miss", retry_after=1)
 
 

@@ -30,7 +30,7 @@ class Handover:
         first one in it, and by other instances where there are some."""
         prefill, decode = self.roles
         failed: set[Instance] = set()
-        final: ProxyError = KvMiss()
+        final: ProxyError | None = None
         for again in (False, True):
             if not decode.pool.ready():
                 raise Unavailable(decode.name, "is ready")  # before a prefill is wasted
@@ -42,15 +42,18 @@ class Handover:
             try:
                 return await self._decode(call, prefilled, decode_doc(call.doc, prefilled.params), failed)
             except Missed as missed:
-                final = KvMiss()
+                final = KvMiss(str(missed))
                 if missed.instance is not None:
                     failed.add(missed.instance)
             except KvIncompatible as error:
                 final = error
             failed.add(prefilled.instance)
-            logs.warning(final.code, request_id=call.request_id, again=again, **call.trail.facts)
+            logs.warning(
+                final.code, request_id=call.request_id, again=again, reason=final.message, **call.trail.facts
+            )
             if not again:
                 self._metrics.reprefills.inc()
+        assert final is not None
         raise final
 
     async def _prefill(self, call: ChatCall, avoid: set[Instance]) -> Prefilled:

@@ -78,7 +78,7 @@ class Prefills:
             return failure
         if call.metadata_only:
             self.role.report(instance, failure, call.request_id)
-            return Missed()  # vLLM dies of one
+            return Missed(str(failure.final))  # vLLM dies of one
         final = ProxyError(503, str(failure.final), code="upstream_disconnected", retry_after=1)
         return Failed(final, failure.kind, failure.sent)
 

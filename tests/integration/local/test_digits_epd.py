@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +48,42 @@ class Running:
 
     def metric(self, role: str, name: str) -> float:
         """The value of a series without labels of the engine of a role."""
-        page = httpx.get(f"http://127.0.0.1:{self.process(role)['port']}/metrics").text
-        return next(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} "))
+        return _series(f"http://127.0.0.1:{self.process(role)['port']}/metrics", name)
+
+    @contextmanager
+    def between_prefill_and_decode(self, messages: Messages) -> Iterator[Future[httpx.Response]]:
+        """Asks, and holds the answer's prompt where prefill has handed it on and decode has not taken it."""
+        kv, decode = Path(self.state["store"], "kv"), self.process("decode")["pid"]
+        saves = self.metric("prefill", "epd_engine_kv_saves_total")
+        until(lambda: not list(kv.rglob("*.safetensors")), "all others are done")
+        os.kill(decode, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(self.ask, messages)
+                until(lambda: self.metric("prefill", "epd_engine_kv_saves_total") > saves, "a prefill")
+                until(lambda: self.outstanding("decode") == 1, "a call to decode")
+                yield asked
+                os.kill(decode, signal.SIGCONT)
+        finally:
+            os.kill(decode, signal.SIGCONT)
+
+    def outstanding(self, role: str) -> int:
+        """Requests of the proxy at the first instance of a role."""
+        roles = httpx.get(f"{self.state['address']}/ready").json()["roles"]
+        found: int = roles[role][0]["outstanding"]
+        return found
+
+    def reprefills(self) -> float:
+        return _series(f"{self.state['address']}/metrics", "epd_proxy_reprefills_total")
 
     def kill(self, role: str) -> None:
         """SIGKILL, and wait until it serves again."""
         process = self.process(role)
         os.kill(process["pid"], signal.SIGKILL)
-        until(lambda: self.process(role)["restarts"] > process["restarts"], "a restart")
+        self.until_back(role, process["restarts"])
+
+    def until_back(self, role: str, restarts: int) -> None:
+        until(lambda: self.process(role)["restarts"] > restarts, "a restart")
         self.epd.until_ready()
 
         def known_to_proxy() -> bool:
@@ -61,6 +91,11 @@ class Running:
             return all(one["ready"] for ones in roles.values() for one in ones)
 
         until(known_to_proxy, "the proxy has taken it back")
+
+
+def _series(url: str, name: str) -> float:
+    lines = httpx.get(url).text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
 def ids(answer: httpx.Response) -> list[int]:
@@ -149,6 +184,26 @@ def test_a_client_that_leaves_frees_both_sides(running: Running) -> None:
         next(answer.iter_bytes())
     for role in ("prefill", "decode"):
         until(lambda role=role: running.metric(role, "epd_engine_kv_cache_usage_ratio") == 0, "free blocks")
+
+
+def test_kv_that_is_gone_is_made_again(running: Running, reference: Reference) -> None:
+    before = running.reprefills()
+    with running.between_prefill_and_decode(CASES["two pictures"]) as asked:
+        for transfer in Path(running.state["store"], "kv").glob("*/*"):
+            shutil.rmtree(transfer)
+    assert_same_tokens(ids(asked.result()), reference.generate(CASES["two pictures"], 12))
+    assert running.reprefills() == before + 1
+
+
+def test_prefill_killed_once_its_kv_is_in_files_is_missed_by_nobody(
+    running: Running, reference: Reference
+) -> None:
+    before, process = running.reprefills(), running.process("prefill")
+    with running.between_prefill_and_decode(CASES["two pictures"]) as asked:
+        os.kill(process["pid"], signal.SIGKILL)
+    assert_same_tokens(ids(asked.result()), reference.generate(CASES["two pictures"], 12))
+    assert running.reprefills() == before
+    running.until_back("prefill", process["restarts"])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

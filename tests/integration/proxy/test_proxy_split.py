@@ -229,6 +229,7 @@ async def test_kv_that_does_not_arrive_twice_is_said_to_the_client(setup: MakeSe
         one.default = fails(503, "kv_miss")
     answer = await s.chat(text("hi"), stream=streamed)
     assert (answer.status_code, code(answer)) == (503, "kv_miss")
+    assert answer.json()["error"]["message"].endswith("twice: scripted 503")
     assert "retry-after" in answer.headers
     assert sum(len(one.calls) for one in s.prefills) == sum(len(one.calls) for one in s.decodes) == 2
 
