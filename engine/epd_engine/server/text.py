@@ -26,7 +26,7 @@ class ChatTokenizer:
 
     def __init__(self, checkpoint: Checkpoint):
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
-        # Where processors kept it before templates had a file of their own; the tokenizer does not look there.
+        # Where processors kept it before templates had files of their own; tokenizers do not look there.
         older = checkpoint.read_json("chat_template.json")
         if older is not None and not (checkpoint.folder / "chat_template.jinja").exists():
             self._tokenizer.chat_template = older["chat_template"]
