@@ -1,15 +1,15 @@
 """`--ec-transfer-config`: vLLM's field names, nothing unknown accepted."""
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from epd_engine.connectors import TransferConfigError, parse_config, read_extra
+
 ECRole = Literal["ec_producer", "ec_consumer", "ec_both"]
 
 
-class ECConfigError(ValueError):
+class ECConfigError(TransferConfigError):
     """A transfer config that cannot be used; the message names the field."""
 
 
@@ -44,39 +44,9 @@ class ECTransferConfig:
     @classmethod
     def from_json(cls, text: str) -> "ECTransferConfig":
         """Parses the flag's value. Raises `ECConfigError` that names the field at fault."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ECConfigError(f"not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise ECConfigError("must be a JSON object")
-        known = [f.name for f in dataclasses.fields(cls)]
-        if unknown := sorted(set(document) - set(known)):
-            raise ECConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(known)}")
-        for name in ("ec_connector", "ec_role"):
-            if not isinstance(document.get(name), str):
-                raise ECConfigError(f"{name!r} is needed and must be a string")
-        if document["ec_role"] not in get_args(ECRole):
-            raise ECConfigError(f"ec_role must be one of {', '.join(get_args(ECRole))}")
-        if not isinstance(document.get("ec_connector_extra_config", {}), dict):
-            raise ECConfigError("ec_connector_extra_config must be a JSON object")
-        return cls(**document)
+        return cls(**parse_config(text, cls, "ec", get_args(ECRole), ECConfigError))
 
 
 def read_extra_config(config: ECTransferConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra config over `defaults`; a default's type is the key's type.
-
-    Raises `ECConfigError` for a key that is not in `defaults` or a value of another type.
-    """
-    given = config.ec_connector_extra_config
-    if unknown := sorted(set(given) - set(defaults)):
-        raise ECConfigError(
-            f"{config.ec_connector} does not know ec_connector_extra_config key {unknown[0]!r}; "
-            f"known are {', '.join(defaults)}"
-        )
-    for key, value in given.items():
-        wanted = type(defaults[key])
-        if defaults[key] is None or type(value) is wanted or (wanted is float and type(value) is int):
-            continue
-        raise ECConfigError(f"ec_connector_extra_config key {key!r} must be a {wanted.__name__}")
-    return {**defaults, **given}
+    """The extra config over `defaults`. Raises `ECConfigError` as `connectors.read_extra` does."""
+    return read_extra(config.ec_connector, "ec", config.ec_connector_extra_config, defaults, ECConfigError)

@@ -1,10 +1,11 @@
 """`--kv-transfer-config`: vLLM's field names, nothing unknown accepted."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from epd_engine.connectors import TransferConfigError, parse_config, read_extra
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 # Fields of vLLM's that stand for what is not done here: only the value that asks for nothing passes.
@@ -15,7 +16,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class KVConfigError(ValueError):
+class KVConfigError(TransferConfigError):
     """A transfer config that cannot be used; the message names the field."""
 
 
@@ -48,45 +49,13 @@ class KVTransferConfig:
     @classmethod
     def from_json(cls, text: str) -> "KVTransferConfig":
         """Parses the flag's value. Raises `KVConfigError` that names the field at fault."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise KVConfigError(f"not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise KVConfigError("must be a JSON object")
-        known = [f.name for f in dataclasses.fields(cls)]
-        if unknown := sorted(set(document) - set(known)):
-            raise KVConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(known)}")
-        for name in ("kv_connector", "kv_role"):
-            if not isinstance(document.get(name), str):
-                raise KVConfigError(f"{name!r} is needed and must be a string")
-        if document["kv_role"] not in get_args(KVRole):
-            raise KVConfigError(f"kv_role must be one of {', '.join(get_args(KVRole))}")
-        for name in ("engine_id", "kv_ip", "kv_connector_module_path"):
-            if not isinstance(document.get(name), str | None):
-                raise KVConfigError(f"{name} must be a string")
+        document = parse_config(text, cls, "kv", get_args(KVRole), KVConfigError)
         for name, values in _NEUTRAL.items():
             if document.get(name, values[0]) not in values:
                 raise KVConfigError(f"{name} must be {json.dumps(values[0])}, anything else is not supported")
-        if not isinstance(document.get("kv_connector_extra_config", {}), dict):
-            raise KVConfigError("kv_connector_extra_config must be a JSON object")
         return cls(**document)
 
 
 def read_extra_config(config: KVTransferConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra config over `defaults`; a default's type is the key's type.
-
-    Raises `KVConfigError` for a key that is not in `defaults` or a value of another type.
-    """
-    given = config.kv_connector_extra_config
-    if unknown := sorted(set(given) - set(defaults)):
-        raise KVConfigError(
-            f"{config.kv_connector} does not know kv_connector_extra_config key {unknown[0]!r}; "
-            f"known are {', '.join(defaults)}"
-        )
-    for key, value in given.items():
-        wanted = type(defaults[key])
-        if defaults[key] is None or type(value) is wanted or (wanted is float and type(value) is int):
-            continue
-        raise KVConfigError(f"kv_connector_extra_config key {key!r} must be a {wanted.__name__}")
-    return {**defaults, **given}
+    """The extra config over `defaults`. Raises `KVConfigError` as `connectors.read_extra` does."""
+    return read_extra(config.kv_connector, "kv", config.kv_connector_extra_config, defaults, KVConfigError)
