@@ -162,8 +162,9 @@ def vllm(peers: Peers, size: str, role: str | None = None) -> Instance:
     command = [str(peers.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(peers.model(size))]
     command += ["--served-model-name", NAME, "--enforce-eager", "--max-model-len", str(CONTEXT)]
     command += ["--max-num-seqs", str(SEQUENCES), "--kv-cache-memory-bytes", str(_kv_bytes(size))]
-    # Or an encoder would first run the largest picture there is: minutes on one core.
-    command += ["--skip-mm-profiling"]
+    # Or it would first run the largest picture and video there is: minutes on one core.
+    largest = {"image": {"count": 1, "width": 448, "height": 448}, "video": 0}
+    command += ["--skip-mm-profiling", "--limit-mm-per-prompt", json.dumps(largest)]
     if role is not None:
         shared = {"shared_storage_path": str(_made(peers.memory / f"vllm-{size}"))}
         command += _transfer("ECExampleConnector", role, shared)
