@@ -77,6 +77,11 @@ class ConnectorRegistry(Generic[Base]):
             raise ValueError(f"{self._kind}_connector {name!r} is registered already")
         self._places[name] = (module_path, class_name)
 
+    @property
+    def names(self) -> str:
+        """What is registered, for a message."""
+        return ", ".join(sorted(self._places))
+
     def find(self, name: str, module_path: str | None) -> type[Base]:
         """The class `name`, from `module_path` where one is given. Raises the registry's error."""
         if module_path is not None:
@@ -85,7 +90,7 @@ class ConnectorRegistry(Generic[Base]):
             module, class_name = self._places[name]
         else:
             raise self._error(
-                f"unknown {self._kind}_connector {name!r}; known are {', '.join(sorted(self._places))}, "
+                f"unknown {self._kind}_connector {name!r}; known are {self.names}, "
                 f"others need {self._kind}_connector_module_path"
             )
         try:

@@ -27,7 +27,9 @@ class KVConnectorFactory:
     def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase]:
         """Raises `KVConfigError` for a name that nobody registered or a module that lacks it."""
         if config.kv_connector in _NOT_YET and config.kv_connector_module_path is None:
-            raise KVConfigError(f"kv_connector {config.kv_connector!r} is not supported yet")
+            raise KVConfigError(
+                f"kv_connector {config.kv_connector!r} is not supported yet; known are {cls._registry.names}"
+            )
         return cls._registry.find(config.kv_connector, config.kv_connector_module_path)
 
     @classmethod

@@ -117,14 +117,15 @@ def test_kubectl_get_shows_the_columns(kubectl: Kubectl, resource: str) -> None:
         ],
         "endpoint": "http://digits.example:8000",
         "roles": {"encoder": {"summary": "1/2"}, "language": "P 1/1 D 0/2"},
+        "store": {"summary": "1.2Gi/9.0Gi"},
     }
     set_status(kubectl, resource, status)
     narrow = kubectl("-n", resource, "get", "epd").splitlines()
     assert narrow[0].split() == ["NAME", "READY", "MODEL", "ENCODER", "PD", "AGE"]
     assert narrow[1].split()[:8] == ["digits", "False", "org/model", "1/2", "P", "1/1", "D", "0/2"]
     wide = kubectl("-n", resource, "get", "epd", "-o", "wide").splitlines()
-    assert wide[0].split()[-2:] == ["ENDPOINT", "REASON"]
-    assert wide[1].split()[-2:] == ["http://digits.example:8000", "EncoderNotReady"]
+    assert wide[0].split()[-3:] == ["ENDPOINT", "STORE", "REASON"]
+    assert wide[1].split()[-3:] == ["http://digits.example:8000", "1.2Gi/9.0Gi", "EncoderNotReady"]
 
 
 def test_a_status_does_not_change_the_generation_and_a_spec_does(kubectl: Kubectl, resource: str) -> None:
