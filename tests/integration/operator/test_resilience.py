@@ -48,18 +48,20 @@ def test_what_was_deleted_while_it_could_not_see_is_noticed(
     operator = start_operator()
     world.create()
     world.await_settled()
+    made = {kind: sorted(world.names(kind)) for kind in ("networkpolicies", "services", "serviceaccounts")}
+    assert all(made.values())
     operator.signal(signal.SIGSTOP)
     try:
-        for plural in ("networkpolicies", "services", "serviceaccounts"):
-            for child in world.names(plural):
+        for plural, names in made.items():
+            for child in names:
                 world.delete(plural, child)
         # Nothing is left to be in a list: an empty one must be understood, too.
         world.eventually(lambda: not world.names("networkpolicies"))
         world.cluster.restart_apiserver()
     finally:
         operator.signal(signal.SIGCONT)
-    world.eventually(lambda: len(world.names("networkpolicies")) == 2, operator.tail)
-    world.eventually(lambda: len(world.names("services")) == 3)
+    for plural, names in made.items():
+        world.eventually(lambda kind=plural, all_=names: sorted(world.names(kind)) == all_, operator.tail)
 
 
 def test_a_storm_of_writes_by_others(world: World, start_operator: StartOperator) -> None:
