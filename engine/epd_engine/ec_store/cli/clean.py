@@ -81,7 +81,7 @@ def gc(arguments: Namespace) -> int:
 def janitor(arguments: Namespace) -> int:
     """The janitor's process. Returns when told to end."""
     from epd_engine import logs
-    from epd_engine.ec_store.janitor.http import listen
+    from epd_engine.ec_store.janitor.http import listening
     from epd_engine.ec_store.janitor.service import Service
 
     logs.configure(arguments.log_level)
@@ -92,8 +92,8 @@ def janitor(arguments: Namespace) -> int:
     service = Service(
         arguments.path, arguments.memory_path, limits(arguments), arguments.interval, arguments.index
     )
-    listen(service, arguments.host, arguments.port)
-    service.run()
+    with listening(service, arguments.host, arguments.port):
+        service.run()
     return 0
 
 

@@ -1,7 +1,7 @@
 """The janitor's HTTP side: `/health`, `/ready`, `/usage`, `/metrics`."""
 
-import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from threading import Thread
 from typing import Any
@@ -15,14 +15,26 @@ from prometheus_client.registry import Collector
 
 from epd_engine.ec_store.janitor.service import Service
 
+_SHUTDOWN_SECONDS = 1  # for answers under way
 
-def listen(service: Service, host: str, port: int) -> socket.socket:
-    """Answers in a thread of its own from now on; the socket tells the port. Exits where it is taken."""
+
+@contextmanager
+def listening(service: Service, host: str, port: int) -> Iterator[None]:
+    """Answers in a thread of its own while the block runs. Exits where the port is taken.
+
+    The thread ends before the block does: an interpreter that is torn down under it may crash.
+    """
     config = uvicorn.Config(create_app(service), host=host, port=port, log_config=None, access_log=False)
+    config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
     bound = config.bind_socket()
     server = uvicorn.Server(config)
-    Thread(target=server.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
-    return bound
+    thread = Thread(target=server.run, kwargs={"sockets": [bound]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(2 * _SHUTDOWN_SECONDS)
 
 
 def create_app(service: Service) -> FastAPI:
