@@ -34,7 +34,7 @@ PATIENCE_S = 900.0
 TICKS = 3
 NAMESPACE = "benchmark"
 SERVICE_RANGE = "--service-cluster-ip-range=198.19.0.0/16"  # an address for each resource's proxy
-DEPLOYMENTS = 3  # of one resource: encoder, PD, proxy; they are made after all else
+DEPLOYMENTS = 4  # of one resource: encoder, PD, proxy, janitor; they are made after all else
 CHILDREN = 18
 WRITES = ("create", "update", "patch", "delete")
 REQUESTS = "epd_operator_requests_total"
