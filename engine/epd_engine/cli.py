@@ -76,6 +76,21 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", default=default.dtype, choices=["auto", "float32", "bfloat16", "float16"])
     add("--device", default=default.device, help="cpu, cuda, cuda:1 ... (default: %(default)s)")
+    add(
+        "--drain-timeout",
+        type=_positive,
+        default=30,
+        metavar="SECONDS",
+        help="what has begun may finish, once told to end (default: %(default)s)",
+    )
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    _add_limits(parser, default)
+    _add_transfers(parser)
+    _add_media(parser, default)
+
+
+def _add_limits(parser: argparse.ArgumentParser, default: EngineConfig) -> None:
+    add = parser.add_argument
     add("--max-model-len", type=_positive, metavar="TOKENS", help="context limit (default: the model's)")
     add(
         "--max-num-seqs",
@@ -101,6 +116,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="per step",
     )
+
+
+def _add_transfers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--ec-transfer-config",
         type=_ec_transfer,
@@ -119,6 +138,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="may a consumer compute raw media itself",
     )
+
+
+def _add_media(parser: argparse.ArgumentParser, default: EngineConfig) -> None:
+    add = parser.add_argument
     add(
         "--limit-mm-per-prompt",
         type=_limits,
@@ -150,14 +173,6 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="per sound, besides the model's own limit (default: %(default)g)",
     )
-    add(
-        "--drain-timeout",
-        type=_positive,
-        default=30,
-        metavar="SECONDS",
-        help="what has begun may finish, once told to end (default: %(default)s)",
-    )
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
