@@ -225,9 +225,8 @@ class Course:
         status = 499 if self._client_gone else self.response.status
         self._home.metrics.requests.labels(str(status), self._trail.stage).inc()
         if self._caller is not None:
-            key, tenant = self._caller.key, self._caller.tenant
-            self._home.metrics.key_requests.labels(key, tenant).inc()
-            self._trail.facts |= {"key": key, "tenant": tenant}
+            self._home.door.count(self._caller)
+            self._trail.facts |= {"key": self._caller.key, "tenant": self._caller.tenant}
         logs.info(
             "request",
             request_id=self._id,

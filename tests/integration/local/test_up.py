@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -354,9 +355,12 @@ def test_after_a_killed_supervisor_the_next_command_cleans_up(
 
 
 def _alive(pids: set[int]) -> set[int]:
-    return {
-        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    }
+    alive = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.add(pid)
+    return alive
 
 
 def test_a_taken_port_and_a_document_that_cannot_run_are_said_before_anything_starts(

@@ -13,7 +13,7 @@ import pytest
 
 from epd_proxy import door
 from tests.integration.proxy.harness import MakeSetup, Setup, image, text, until
-from tests.integration.proxy.scripted import ANSWER, fails
+from tests.integration.proxy.scripted import ANSWER, fails, waits
 from tests.integration.proxy.test_proxy_process import running
 
 
@@ -152,6 +152,22 @@ async def test_the_file_is_followed_through_a_volumes_links(setup: MakeSetup, ke
     swap(keys.parent, content("b", "c"))
     await until_status(s, "a", 401)
     assert [await status(s, name) for name in "abc"] == [401, 200, 200]
+    assert 'key="a"' not in (await s.client.get("/metrics")).text
+
+
+async def test_a_request_that_outlives_its_key_is_answered_and_does_not_bring_its_series_back(
+    setup: MakeSetup, keys: Path
+):
+    s = await setup(api_keys=keys)
+    assert await status(s, "a") == 200
+    gate = asyncio.Event()
+    s.pds[0].script.append(waits(gate, s.pds[0].default))
+    late = asyncio.create_task(status(s, "a"))
+    await s.pds[0].wait_calls(2)
+    swap(keys.parent, content("b"))
+    await until_status(s, "a", 401)
+    gate.set()
+    assert await late == 200
     assert 'key="a"' not in (await s.client.get("/metrics")).text
 
 
