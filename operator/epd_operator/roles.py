@@ -14,6 +14,11 @@ class RoleTraits:
     ec_role: Literal["ec_producer", "ec_consumer"] | None
     kv_role: Literal["kv_producer", "kv_consumer"] | None
 
+    @property
+    def reads_media(self) -> bool:
+        """Whether requests name media by what an encoder said of them."""
+        return self.ec_role != "ec_producer"
+
 
 TRAITS = {
     "encoder": RoleTraits("ec_producer", None),

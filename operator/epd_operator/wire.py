@@ -14,6 +14,40 @@ KV_FOLDER = "kv"
 
 
 @dataclass(frozen=True)
+class Connectors:
+    """What one engine calls its connectors; None for what it has none for."""
+
+    files: str
+    memory: str | None
+    tiers: str
+    module: str | None
+    """Where the EC connectors are imported from; None: they are the engine's own."""
+    nixl: str
+    kv_files: str | None
+
+
+CONNECTORS = {
+    "native": Connectors(
+        files="ECSharedStorageConnector",
+        memory="ECSharedMemoryConnector",
+        tiers="ECTieredConnector",
+        module=None,
+        nixl="NixlKVConnector",
+        kv_files="SharedStorageKVConnector",
+    ),
+    "vllm": Connectors(
+        files="EPDStoreConnector",
+        memory=None,
+        tiers="EPDTieredConnector",
+        module="epd_engine.vllm.connector",
+        nixl="NixlConnector",
+        kv_files=None,
+    ),
+}
+"""By `engine.type`. What is None is refused by the resource's own rules (`api.deployment`)."""
+
+
+@dataclass(frozen=True)
 class StorePlaces:
     """Where a process finds the store's tiers; None for a tier that there is not."""
 
@@ -29,7 +63,7 @@ def transfer_flags(spec: Spec, traits: RoleTraits, places: StorePlaces) -> list[
     """An engine's flags for both transfers, where `places` has what they need."""
     flags = []
     if traits.ec_role is not None:
-        ec = _ec_connector(spec.ec_store, places)
+        ec = _ec_connector(spec, places)
         flags += ["--ec-transfer-config", _json({**ec, "ec_role": traits.ec_role})]
     if traits.kv_role is not None:
         kv = _kv_connector(spec, places)
@@ -39,7 +73,7 @@ def transfer_flags(spec: Spec, traits: RoleTraits, places: StorePlaces) -> list[
 
 def unsupported_kv(spec: Spec) -> str | None:
     """Why the engine of this release cannot hand KV over as a deployment asks for, and the way out."""
-    if spec.kv_transfer_type != "nixl":
+    if spec.kv_transfer_type != "nixl" or spec.engine.type == "vllm":
         return None
     if spec.kv_transfer is None or spec.kv_transfer.type is None:
         return (
@@ -64,28 +98,34 @@ def janitor_command(engine: str, store: ECStore, places: StorePlaces, host: str,
     return [*command, "--host", host, "--port", str(port)]
 
 
-def _ec_connector(store: ECStore, places: StorePlaces) -> dict[str, Any]:
+def _ec_connector(spec: Spec, places: StorePlaces) -> dict[str, Any]:
     """The engine's EC transfer config but for the role, which alone differs between the two ends."""
+    names, store = CONNECTORS[spec.engine.type], spec.ec_store
     if places.memory is None:
-        return _connector("ECSharedStorageConnector", _storage(places))
-    if places.storage is None:
-        return _connector("ECSharedMemoryConnector", _memory(store, places))
-    tiers = {"memory": _memory(store, places), "storage": _storage(places), "write": store.write or "through"}
-    return _connector("ECTieredConnector", tiers)
+        name, extra = names.files, _storage(places)
+    elif places.storage is None:
+        assert names.memory is not None
+        name, extra = names.memory, _memory(store, places)
+    else:
+        name = names.tiers
+        extra = {
+            "memory": _memory(store, places),
+            "storage": _storage(places),
+            "write": store.write or "through",
+        }
+    connector: dict[str, Any] = {"ec_connector": name, "ec_connector_extra_config": extra}
+    return connector if names.module is None else {**connector, "ec_connector_module_path": names.module}
 
 
 def _kv_connector(spec: Spec, places: StorePlaces) -> dict[str, Any]:
+    names = CONNECTORS[spec.engine.type]
     extra = spec.kv_transfer.extra_config if spec.kv_transfer is not None else {}
     if spec.kv_transfer_type == "nixl":
-        return {"kv_connector": "NixlKVConnector", "kv_connector_extra_config": extra}
+        return {"kv_connector": names.nixl, "kv_connector_extra_config": extra}
     return {
-        "kv_connector": "SharedStorageKVConnector",
+        "kv_connector": names.kv_files,
         "kv_connector_extra_config": {"shared_storage_path": f"{places.storage}/{KV_FOLDER}", **extra},
     }
-
-
-def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
-    return {"ec_connector": name, "ec_connector_extra_config": extra}
 
 
 def _storage(places: StorePlaces) -> dict[str, Any]:

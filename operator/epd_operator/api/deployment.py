@@ -83,7 +83,8 @@ class Engine(Part):
     type: Literal["native", "vllm"] = "native"
     """This project's own engine, or vLLM with this project's EC connector."""
     image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    """Container image; that of this release where absent (pods only)."""
+    """Container image; that of this release where absent (pods only). One of vLLM must have the connector in
+    it: images/engine-vllm builds one."""
 
 
 class Spec(Part):
@@ -111,13 +112,30 @@ class Spec(Part):
             return None
         if self.kv_transfer is not None and self.kv_transfer.type is not None:
             return self.kv_transfer.type
-        return "nixl" if self.ec_store.shared_storage is None else "sharedStorage"
+        has_files = self.ec_store.shared_storage is not None and self.engine.type == "native"
+        return "sharedStorage" if has_files else "nixl"
 
     @model_validator(mode="after")
     def _kv_has_two_ends(self) -> Self:
         if self.kv_transfer is not None and self.roles.pd is not None:
             raise PydanticCustomError(
                 "kv", "`kvTransfer` has no meaning with `pd`: it joins `prefill` and `decode`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_has_connectors(self) -> Self:
+        if self.engine.type != "vllm":
+            return self
+        if self.ec_store.shared_storage is None:
+            raise PydanticCustomError(
+                "vllm_store",
+                "`ecStore` needs files with `engine.type: vllm`, alone or behind memory: give `sharedStorage`",
+            )
+        if self.kv_transfer_type == "sharedStorage":
+            raise PydanticCustomError(
+                "vllm_kv",
+                "`kvTransfer.type` must be nixl with `engine.type: vllm`, or absent, which is the same",
             )
         return self
 

@@ -20,6 +20,8 @@ _TARGETS = tuple(
     f"{metric}.{source}.target" for metric in _METRICS for source in ("resource", "pods", "external")
 )
 
+_IS_VLLM = "has(self.engine) && has(self.engine.type) && self.engine.type == 'vllm'"
+
 # The claim that the operator makes where a document says nothing (api.store.ClaimTemplate).
 _DEFAULT_SIZE = "10Gi"
 _DEFAULT_MODES = "['ReadWriteMany']"
@@ -62,6 +64,17 @@ _OF_A_DOCUMENT = (
         ("spec",),
         "!(has(self.kvTransfer) && has(self.roles.pd))",
         "kvTransfer has no meaning with pd: it joins prefill and decode",
+    ),
+    Rule(
+        ("spec",),
+        f"!({_IS_VLLM} && has(self.ecStore) && !has(self.ecStore.sharedStorage))",
+        "ecStore needs files with engine.type vllm, alone or behind memory: give ecStore.sharedStorage",
+    ),
+    Rule(
+        ("spec",),
+        f"!({_IS_VLLM} && has(self.kvTransfer) && has(self.kvTransfer.type)"
+        " && self.kvTransfer.type == 'sharedStorage')",
+        "kvTransfer.type must be nixl with engine.type vllm, or absent, which is the same",
     ),
     Rule(
         ("spec.model",),

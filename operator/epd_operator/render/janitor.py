@@ -7,9 +7,9 @@ from ..api.names import child_name
 from ..wire import janitor_command
 from .affinity import JANITOR, beside_the_memory
 from .context import Images
-from .engine import ACCOUNT
 from .labels import labels
 from .pods import PORT, PodParts, http_get, pod_template, startup_probe
+from .serving import ACCOUNT
 from .store import memory_mount, storage_mount, store_places
 from .workloads import deployment_of
 
@@ -25,7 +25,7 @@ def janitor_deployment(deployment: EPDDeployment, images: Images) -> dict[str, A
     parts = PodParts(
         path="spec.ecStore.janitor",
         name=CONTAINER,
-        image=deployment.spec.engine.image or images.engine,
+        image=_image(deployment, images),
         command=_command(deployment),
         # The engines' account, which may do nothing.
         service_account=child_name(deployment.metadata.name, ACCOUNT),
@@ -41,6 +41,12 @@ def janitor_deployment(deployment: EPDDeployment, images: Images) -> dict[str, A
         affinity=beside_the_memory(deployment),
     )
     return deployment_of(deployment, COMPONENT, workload, pod_template(parts, workload, images))
+
+
+def _image(deployment: EPDDeployment, images: Images) -> str:
+    """The native engine's, which has the janitor in it, whichever engine the resource runs."""
+    own = deployment.spec.engine.image if deployment.spec.engine.type == "native" else None
+    return own or images.engine
 
 
 def _command(deployment: EPDDeployment) -> list[str]:

@@ -6,10 +6,10 @@ from ..api import EPDDeployment
 from ..roles import TRAITS, roles_of
 from .affinity import JANITOR
 from .context import ServedVersions
-from .engine import ACCOUNT as ENGINE
 from .labels import child, components_selector, selector
 from .pods import PORT
 from .proxy import COMPONENT as PROXY
+from .serving import ACCOUNT as ENGINE
 
 OPERATOR_LABEL = "epd.dev/operator"
 """`true` on the operator's own pods."""

@@ -181,7 +181,7 @@ def test_a_paused_resource_is_left_alone(world: World, shared_operator: Operator
             "NotSupportedYet",
             "spec.kvTransfer.type: nixl does not run yet",
         ),
-        ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.type"),
+        ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.image: there is no image of vLLM"),
         # Else the claim would be pruned, with all that is in it.
         (
             {"ecStore": {"sharedStorage": {"existingClaim": "demo-store"}}},

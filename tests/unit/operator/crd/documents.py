@@ -47,6 +47,12 @@ GOOD: dict[str, dict[str, Any]] = {
     "minimal": {},
     "prefill and decode": _SPLIT,
     "kv transfer between them": _SPLIT | {"kvTransfer": {"type": "nixl"}},
+    "vllm": {"engine.type": "vllm"},
+    "vllm with memory before files": {
+        "engine.type": "vllm",
+        "ecStore": {"sharedMemory": {}, "sharedStorage": {}},
+    },
+    "vllm with prefill and decode": _SPLIT | {"engine.type": "vllm", "kvTransfer": {"type": "nixl"}},
     "replicas": {"roles.pd.replicas": 2, "roles.encoder.replicas": 0},
     "scaled by a resource": _scaled(metrics=[_metric("Resource", _CPU, "resource")]),
     "scaled by a metric": _scaled(
@@ -83,6 +89,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "spec.roles.encoder",
     ),
     "kv transfer with pd": ({"kvTransfer": {}}, "spec"),
+    "vllm with memory alone": ({"engine.type": "vllm", "ecStore.sharedMemory": {}}, "spec"),
+    "vllm with kv in files": (
+        _SPLIT | {"engine.type": "vllm", "kvTransfer": {"type": "sharedStorage"}},
+        "spec",
+    ),
     "a revision of a path": ({"model": {"source": "/models/x", "revision": "main"}}, "spec.model"),
     "a revision of a relative path": ({"model": {"source": "../x", "revision": "main"}}, "spec.model"),
     "a hub id in a claim": ({"model.claim": "models"}, "spec.model"),

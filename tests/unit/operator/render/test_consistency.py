@@ -168,6 +168,8 @@ def test_claims_that_are_mounted_are_made_or_the_users(case: str, manifests: Man
         "two-tiers": {"team-store", "team-memory"},
         "retained-claim": {"team-models"},
         "hub-model": {"hub-cache"},
+        "vllm": {"models"},
+        "vllm-prefill-decode": {"models"},
     }
     assert mounted == made | users.get(case, set())
 

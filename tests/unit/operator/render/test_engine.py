@@ -201,7 +201,7 @@ def test_dev_shm_counts_towards_the_memory_limit() -> None:
 @pytest.mark.parametrize(
     ("spec", "path"),
     [
-        ({"engine": {"type": "vllm"}}, "spec.engine.type"),
+        ({"engine": {"type": "vllm"}}, "spec.engine.image"),
         (
             {
                 "roles": {"encoder": {}, "prefill": {}, "decode": {}},
@@ -221,6 +221,78 @@ def test_what_cannot_be_rendered_is_said(spec: dict[str, Any], path: str) -> Non
     assert error.path == path
     assert error.message
     assert str(error) == f"{error.path}: {error.message}"
+
+
+VLLM = {"type": "vllm", "image": "vllm:1"}
+THREE = {"encoder": {}, "prefill": {}, "decode": {}}
+
+
+def vllm_of(role: str, **spec: Any) -> dict[str, Any]:
+    return main_container(find(rendered({"engine": VLLM, **spec}), "Deployment", f"digits-{role}"))
+
+
+def test_vllm_runs_with_our_connector_and_the_janitor_is_ours() -> None:
+    encoder, pd = vllm_of("encoder"), vllm_of("pd", roles={"encoder": {}, "pd": {"drainTimeout": "90s"}})
+    assert (pd["image"], pd["command"], pd["args"][0]) == ("vllm:1", ["vllm"], "serve")
+    assert flag(pd, "--shutdown-timeout") == "90"
+    assert ("--enable-mm-embeds" in encoder["args"], "--enable-mm-embeds" in pd["args"]) == (False, True)
+    configs = [ec_config(encoder), ec_config(pd)]
+    assert [config.pop("ec_role") for config in configs] == ["ec_producer", "ec_consumer"]
+    assert configs[0] == configs[1]
+    assert configs[0]["ec_connector_module_path"] == "epd_engine.vllm.connector"
+    assert configs[0]["ec_connector"] == "EPDStoreConnector"
+    assert {probe["httpGet"]["path"] for name, probe in pd.items() if name.endswith("Probe")} == {"/health"}
+    janitor = main_container(find(rendered({"engine": VLLM}), "Deployment", "digits-janitor"))
+    assert janitor["image"] == "registry.example/epd-engine:0.1.0"
+
+
+def test_vllm_keeps_the_nearer_tier_in_memory() -> None:
+    config = ec_config(vllm_of("pd", ecStore={"sharedMemory": {}, "sharedStorage": {}, "write": "back"}))
+    assert config["ec_connector"] == "EPDTieredConnector"
+    assert config["ec_connector_extra_config"]["write"] == "back"
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_vllm_hands_kv_over_at_its_pods_address(role: str, kv_role: str) -> None:
+    container = vllm_of(role, roles=THREE)
+    config = json.loads(flag(container, "--kv-transfer-config"))
+    assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", kv_role)
+    assert "--enable-mm-embeds" in container["args"]
+    env = env_of(container)
+    assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    # Nobody else may reach that port.
+    policy = find(rendered({"engine": VLLM, "roles": THREE}), "NetworkPolicy", "digits-engine")
+    peers = policy["spec"]["ingress"][1]
+    assert "ports" not in peers
+    assert peers["from"][0]["podSelector"]["matchExpressions"][0]["values"] == ["prefill", "decode"]
+
+
+def test_vllm_has_room_in_dev_shm() -> None:
+    def shm(**role: Any) -> dict[str, Any]:
+        deployment = find(
+            rendered({"engine": VLLM, "roles": {"encoder": role, "pd": {}}}), "Deployment", "digits-encoder"
+        )
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        found: dict[str, Any] = next(one for one in volumes if one["name"] == "shm")["emptyDir"]
+        return found
+
+    assert shm() == {"medium": "Memory"}
+    assert shm(shmSize="2Gi") == {"medium": "Memory", "sizeLimit": "2Gi"}
+
+
+def test_vllm_asks_no_hub_about_a_model_that_is_there() -> None:
+    def offline(**source: str) -> bool:
+        return "HF_HUB_OFFLINE" in env_of(vllm_of("pd", model=source))
+
+    assert offline(source="./m", claim="models")
+    assert not offline(source="org/model")
+
+
+def test_the_charts_image_of_vllm_is_the_default() -> None:
+    images = Images("engine:1", "proxy:1", "vllm:2")
+    manifests = render(resource({"engine": {"type": "vllm"}}), RenderContext(ServedVersions(), images))
+    assert main_container(find(manifests, "Deployment", "digits-pd"))["image"] == "vllm:2"
 
 
 def test_images_pull_policy_and_secrets_are_the_charts() -> None:
