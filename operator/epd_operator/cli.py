@@ -89,6 +89,16 @@ Store = Annotated[
         show_default=False,
     ),
 ]
+VllmPython = Annotated[
+    Path | None,
+    typer.Option(
+        "--vllm-python",
+        envvar="EPD_VLLM_PYTHON",
+        metavar="PYTHON",
+        help="For engine.type vllm: the Python of the environment that has it; this one where not given.",
+        show_default=False,
+    ),
+]
 OtherName = Annotated[
     str | None,
     typer.Option(
@@ -144,6 +154,7 @@ def up(
     host: Host = "127.0.0.1",
     store: Store = None,
     name: OtherName = None,
+    vllm_python: VllmPython = None,
 ) -> None:
     """Run a deployment as processes on this machine, until Ctrl-C.
 
@@ -156,7 +167,7 @@ def up(
     deployment = _load(file)
     name = deployment.metadata.name if name is None else _check_name(name)
     base = Path.cwd() if str(file) == "-" else file.resolve().parent
-    options = UpOptions(host=host, port=port, store=store)
+    options = UpOptions(host=host, port=port, store=store, vllm_python=vllm_python)
     if not detach:
         raise typer.Exit(run(deployment, name, base, options, lambda state: _print_ready(state, "Ctrl-C")))
 

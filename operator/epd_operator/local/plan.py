@@ -1,37 +1,13 @@
 """Pure: from a deployment and what this machine offers to the processes to start."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..api import EPDDeployment, Instance, Role, duration_seconds
 from ..roles import TRAITS, roles_of
-from ..wire import StorePlaces, janitor_command, transfer_flags
-
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a plan takes from this machine."""
-
-    engine: str
-    """The `epd-engine` executable."""
-    proxy: str
-    """The `epd-proxy` executable."""
-    cores: int
-    """Cores that the processes share."""
-    environment: Mapping[str, str]
-    """The environment that they inherit."""
-    model: str
-    """The model's absolute path or hub id."""
-    places: StorePlaces
-    """Where the tiers of the EC store are."""
-    host: str
-    """The address that the proxy binds."""
-    proxy_port: int
-    """The port that the proxy binds."""
-    ports: Sequence[int]
-    """Free ports, at least one for each engine and one for the janitor."""
+from ..wire import StorePlaces, janitor_command
+from .engines import native_engine, vllm_engine
+from .machine import LOOPBACK, Machine
 
 
 @dataclass(frozen=True)
@@ -46,6 +22,7 @@ class ProcessSpec:
     url: str
     startup_timeout: float
     drain_timeout: float
+    ready_path: str = "/ready"
 
 
 @dataclass(frozen=True)
@@ -64,10 +41,12 @@ def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
     spec = deployment.spec
     instances = [(name, role, i) for name, role in roles_of(deployment) for i in range(_replicas(role))]
     threads = max(1, machine.cores // len(instances))
-    janitor_port, *engine_ports = machine.ports
+    janitor_port, *ports = machine.ports
+    # Side channels come after all engines' ports: by role they are there or not.
+    side_channels = iter(ports[len(instances) :])
     engines = tuple(
-        _engine(deployment, name, role, index, port, threads, machine)
-        for (name, role, index), port in zip(instances, engine_ports, strict=False)
+        _engine(deployment, name, role, index, port, threads, machine, side_channels)
+        for (name, role, index), port in zip(instances, ports, strict=False)
     )
     janitor = _janitor(deployment, janitor_port, machine)
     proxy = _proxy(deployment, engines, machine)
@@ -76,7 +55,14 @@ def make_plan(deployment: EPDDeployment, name: str, machine: Machine) -> Plan:
 
 def port_count(deployment: EPDDeployment) -> int:
     """How many ports engines and janitor need."""
-    return 1 + sum(_replicas(role) for _, role in roles_of(deployment))
+    return 1 + sum(
+        _replicas(role) * (2 if _has_side_channel(deployment, name) else 1)
+        for name, role in roles_of(deployment)
+    )
+
+
+def _has_side_channel(deployment: EPDDeployment, name: str) -> bool:
+    return deployment.spec.engine.type == "vllm" and TRAITS[name].kv_role is not None
 
 
 def _replicas(role: Role) -> int:
@@ -91,16 +77,17 @@ def _engine(
     port: int,
     threads: int,
     machine: Machine,
+    side_channels: Iterator[int],
 ) -> ProcessSpec:
-    model = deployment.spec.model
-    argv = [machine.engine, "serve", machine.model, "--host", LOOPBACK, "--port", str(port)]
-    argv += ["--served-model-name", model.name, "--drain-timeout", str(role.drain_seconds)]
-    argv += transfer_flags(deployment.spec, TRAITS[name], machine.places)
-    if model.revision is not None:
-        argv += ["--revision", model.revision]
+    if machine.vllm is None:
+        command = native_engine(deployment, name, role, machine, port)
+    else:
+        side_channel = next(side_channels) if _has_side_channel(deployment, name) else None
+        command = vllm_engine(deployment, name, role, machine, machine.vllm, port, side_channel)
     # Each engine would take all cores for itself, and then they wait for one another.
     env = {} if "OMP_NUM_THREADS" in machine.environment else {"OMP_NUM_THREADS": str(threads)}
-    return _process(f"{name}-{index}", name, argv, env, LOOPBACK, port, role)
+    process = _process(f"{name}-{index}", name, command.argv, {**env, **command.env}, LOOPBACK, port, role)
+    return replace(process, ready_path=command.ready_path)
 
 
 def _janitor(deployment: EPDDeployment, port: int, machine: Machine) -> ProcessSpec:

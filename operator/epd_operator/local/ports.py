@@ -3,7 +3,7 @@
 import socket
 
 from .errors import LocalError
-from .plan import LOOPBACK
+from .machine import LOOPBACK
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:

@@ -148,7 +148,9 @@ class ManagedProcess:
 
     async def _is_ready(self) -> bool:
         try:
-            answer = await self._client.get(f"{self.spec.url}/ready", timeout=_PROBE_TIMEOUT_S)
+            answer = await self._client.get(
+                f"{self.spec.url}{self.spec.ready_path}", timeout=_PROBE_TIMEOUT_S
+            )
         except httpx.TransportError:
             return False
         return answer.status_code == httpx.codes.OK

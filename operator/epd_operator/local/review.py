@@ -16,8 +16,6 @@ def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
     spec = deployment.spec
     if spec.paused:
         yield "spec.paused: is true, so there is nothing to start; remove it"
-    if spec.engine.type != "native":
-        yield f"spec.engine.type: `epd up` cannot run {spec.engine.type} yet; remove it for the native engine"
     if (problem := unsupported_kv(spec)) is not None:
         yield problem
     elif spec.kv_transfer_type == "sharedStorage" and spec.ec_store.shared_storage is None:

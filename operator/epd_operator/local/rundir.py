@@ -61,6 +61,11 @@ class RunDirectory:
         return self.path / "store"
 
     @property
+    def connector(self) -> Path:
+        """What vLLM finds our connector in, which is made where it is needed."""
+        return self.path / "connector"
+
+    @property
     def memory(self) -> Path:
         """The directory of what the store keeps in memory, which is made where it is needed."""
         return memory_directory(self.path)

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,14 +13,16 @@ from rich.console import Console
 from ..api import EPDDeployment
 from ..wire import StorePlaces
 from .errors import LocalError
+from .machine import Machine
 from .memory import MemoryBudget, budget, make_memory
-from .plan import Machine, make_plan, port_count
+from .plan import make_plan, port_count
 from .ports import check_port, free_ports
 from .progress import progress_on
 from .review import refusals
 from .rundir import RunDirectory
 from .state import DeploymentState
 from .supervisor import StopRequest, Supervisor
+from .vllm import VllmInstallation, find_python, make_connector
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class UpOptions:
     """0: find a free one; None: that of the document."""
     store: Path | None
     """A directory that is kept; None: one that is removed at the end."""
+    vllm_python: Path | None = None
+    """The interpreter of the environment that has vLLM; None: this one."""
 
 
 def run(
@@ -46,13 +50,15 @@ def run(
     Raises LocalError when it cannot run here, and when a process does not start.
     """
     model = _check(deployment, base, options)
-    return asyncio.run(_run(deployment, name, model, options, ready))
+    vllm = find_python(options.vllm_python) if deployment.spec.engine.type == "vllm" else None
+    return asyncio.run(_run(deployment, name, model, vllm, options, ready))
 
 
 async def _run(
     deployment: EPDDeployment,
     name: str,
     model: str,
+    vllm: str | None,
     options: UpOptions,
     ready: Callable[[DeploymentState], None],
 ) -> int:
@@ -63,7 +69,11 @@ async def _run(
         if killed:
             console.print(f"an earlier run was killed; ended {killed} processes of it")
         places = _make_store(deployment, directory, options, console)
-        plan = make_plan(deployment, name, _machine(deployment, model, places, options))
+        machine = _machine(deployment, model, places, options)
+        if vllm is not None:
+            installation = VllmInstallation(vllm, make_connector(directory.connector))
+            machine = replace(machine, vllm=installation)
+        plan = make_plan(deployment, name, machine)
         progress = progress_on(console)
 
         def all_ready(state: DeploymentState) -> None:

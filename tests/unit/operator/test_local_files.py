@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from epd_operator.local.process import describe_exit, restart_delay
 from epd_operator.local.progress import LineProgress, LiveProgress
 from epd_operator.local.rundir import AlreadyRunning, RunDirectory, known_runs
 from epd_operator.local.state import DeploymentState, Phase, ProcessState, read_state, write_state
+from epd_operator.local.vllm import find_python, make_connector
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +232,25 @@ def test_live_progress_becomes_lines_once_closed(state: DeploymentState) -> None
     assert out.getvalue().removeprefix(table) == "pd-0       not ready\n", (
         "what the table says is not said again"
     )
+
+
+def test_a_python_without_vllm_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"vllm .*cannot be imported .* --vllm-python PATH"):
+        find_python(None)
+    with pytest.raises(LocalError, match="is no Python that runs"):
+        find_python(tmp_path / "python")
+
+
+def test_a_python_with_vllm_is_taken(tmp_path: Path) -> None:
+    for name in ("vllm", "xxhash"):
+        (tmp_path / name).mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert find_python(python) == str(python)
+
+
+def test_vllm_finds_our_package_and_nothing_beside_it(tmp_path: Path) -> None:
+    connector = Path(make_connector(tmp_path / "connector"))
+    assert [entry.name for entry in connector.iterdir()] == ["epd_engine"]
+    assert (connector / "epd_engine" / "__init__.py").is_file()

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from epd_operator.api import EPDDeployment, parse_document
-from epd_operator.local.plan import Machine, Plan, make_plan, port_count
+from epd_operator.local.machine import Machine
+from epd_operator.local.plan import Plan, make_plan, port_count
 from epd_operator.local.review import refusals
+from epd_operator.local.vllm import VllmInstallation
 from epd_operator.wire import StorePlaces
 
 
@@ -152,6 +154,31 @@ def test_prefill_and_decode_share_a_directory_beside_the_store() -> None:
     assert port_count(wanted) == 5
 
 
+def test_vllm_runs_in_its_own_environment_with_our_connector_before_it() -> None:
+    wanted = deployment(engine={"type": "vllm"}, roles={**SPLIT, "decode": {"replicas": 2}})
+    plan = planned(
+        wanted,
+        vllm=VllmInstallation("/vllm/bin/python", "/run/connector"),
+        environment={"PYTHONPATH": "/mine"},
+        ports=[1000, 1001, 1002, 1003, 1004, 2001, 2002, 2003],
+    )
+    assert port_count(wanted) == 8
+    encoder, *others = plan.processes[:-2]
+    assert encoder.argv[:5] == (
+        *("/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"),
+        "/m/digits-vl",
+    )
+    assert encoder.env["PYTHONPATH"] == "/run/connector:/mine"
+    assert encoder.env["HF_HUB_OFFLINE"] == "1"
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in encoder.env
+    assert [one.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in others] == ["2001", "2002", "2003"]
+    assert [one.port for one in plan.processes[:-2]] == [1001, 1002, 1003, 1004]
+    assert {one.ready_path for one in plan.processes[:-2]} == {"/health"}
+    janitor, proxy = plan.processes[-2:]
+    assert (janitor.argv[0], janitor.ready_path) == ("/bin/epd-engine", "/ready")
+    assert "PYTHONPATH" not in proxy.env
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -172,7 +199,6 @@ def test_prefill_and_decode_share_a_directory_beside_the_store() -> None:
             "spec.kvTransfer.type: sharedStorage needs files",
         ),
         ({"roles": {**SPLIT, "decode": {"replicas": 0}}}, "spec.roles.decode.replicas: is 0"),
-        ({"engine": {"type": "vllm"}}, "spec.engine.type: `epd up` cannot run vllm yet"),
         (
             {"ecStore": {"sharedStorage": {"existingClaim": "a"}}},
             "spec.ecStore.sharedStorage.existingClaim: there are no claims on this machine",
