@@ -1,6 +1,7 @@
 """Putting an instance together: checkpoint, family, connector, scheduler and runner for its role."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class StepStats:
     """Totals since start; `integrity_problems` as of the last time at rest."""
 
     steps: int = 0
+    busy_seconds: float = 0.0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     ec_hits: int = 0
@@ -124,6 +126,7 @@ class Engine:
             self._check_integrity()
         step = self.scheduler.schedule()
         self.is_stalled = step.is_empty
+        began = time.monotonic()
         try:
             output = self.runner.poll() if step.is_empty else self.runner.execute(step)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
@@ -133,6 +136,8 @@ class Engine:
         else:
             updates = self.scheduler.update(step, output)
             self._count(step, output)
+        if not step.is_empty:
+            self.stats.busy_seconds += time.monotonic() - began
         for update in updates:
             if update.is_last:
                 self.runner.forget(update.request_id)

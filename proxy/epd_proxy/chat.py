@@ -157,6 +157,7 @@ class Course:
 
     async def _open_media(self, body: JsonBody, chat: ChatBody) -> Opened:
         self._trail.facts["items"] = len(chat.items)
+        self._home.metrics.media_items.inc(len(chat.items))
         for role in self._home.language.roles:
             if not role.pool.ready():
                 raise Unavailable(role.name, "is ready")

@@ -25,6 +25,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.media_items = Counter(
+            "epd_proxy_media_items",
+            "Media items that clients asked about, also those that no encoder was there for",
+            registry=registry,
+        )
         self.primers = Counter(
             "epd_proxy_primers", "Primer calls sent to encoders, retries included", registry=registry
         )

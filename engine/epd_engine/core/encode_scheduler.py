@@ -34,11 +34,16 @@ class EncodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(r.status is RequestStatus.RUNNING for r in self._queue)
+        # A copy of a queue is made in one go: the scheduler's thread does not get in between.
+        return sum(r.status is RequestStatus.RUNNING for r in tuple(self._queue))
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue) - self.num_running
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(item.num_embeds for request in tuple(self._queue) for item in request.media)
 
     def add(self, request: Request) -> None:
         self._planner.check_admissible(request)

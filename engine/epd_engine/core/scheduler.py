@@ -47,6 +47,11 @@ class SchedulerInterface(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to be computed before first answers: of prompts, or where there are none of media.
+        May be asked for in any thread."""
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -81,6 +86,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """KV transfers that somebody waits for are among them."""
         return len(self._waiting) + self._kv.num_pending
+
+    @property
+    def num_queued_tokens(self) -> int:
+        # A copy of a list is made in one go: the scheduler's thread does not get in between.
+        known = [*self._waiting, *self._running]
+        return sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in known)
 
     def add(self, request: Request) -> None:
         self._kv.check_admissible(request)

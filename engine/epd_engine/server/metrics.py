@@ -54,10 +54,21 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
+        queued = "media" if engine.config.is_encode_only else "prompt"
         parameters = sum(p.numel() for m in engine.family.modules() for p in m.parameters())
         for name, text, value in (
             ("requests_running", "Requests that hold a place in the batch", engine.scheduler.num_running),
             ("requests_waiting", "Requests that wait for one", engine.scheduler.num_waiting),
+            (
+                "requests_in_progress",
+                "Requests that are not answered yet: running and waiting",
+                engine.scheduler.num_running + engine.scheduler.num_waiting,
+            ),
+            (
+                f"queued_{queued}_tokens",
+                f"Tokens of {queued} that are still to be computed",
+                engine.scheduler.num_queued_tokens,
+            ),
             ("kv_cache_usage_ratio", "KV blocks in use, 0 to 1", engine.pool.usage),
             ("encoder_cache_embeddings", "Embeddings resident", engine.encoder_cache.num_used),
             (
@@ -72,6 +83,7 @@ class _EngineCollector(Collector):
         encoder = engine.runner.encoder
         for name, text, value in (
             ("steps", "Steps executed", stats.steps),
+            ("busy_seconds", "Seconds in which a step was executed", stats.busy_seconds),
             ("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens taken over from others", stats.cached_prompt_tokens),
             ("generated_tokens", "Tokens sampled", stats.generated_tokens),
