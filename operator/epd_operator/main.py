@@ -13,6 +13,7 @@ import kopf
 from .apply.kinds import UnservedError
 from .handlers import logs
 from .handlers.operator import Operator, Options
+from .metrics_adapter.options import adapter_options, add_adapter_arguments
 from .render import Images
 
 _LEASE = "epd-operator"
@@ -25,13 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.kubeconfig:
         os.environ["KUBECONFIG"] = given.kubeconfig
     try:
-        asyncio.run(_run(_options(given)))
+        asyncio.run(given.begin(given))
     except (kopf.LoginError, UnservedError, OSError) as error:
         sys.exit(f"epd-operator: {error}")
 
 
-async def _run(options: Options) -> None:
-    await Operator(options).run()
+async def _run(given: argparse.Namespace) -> None:
+    await Operator(_options(given)).run()
+
+
+async def _run_adapter(given: argparse.Namespace) -> None:
+    # What makes certificates is loaded by those alone who need some.
+    from .metrics_adapter.adapter import MetricsAdapter
+
+    await MetricsAdapter(adapter_options(given)).run()
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -67,16 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="epd-operator", description="Runs EPDDeployments on Kubernetes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run until told to end")
+    run.set_defaults(begin=_run)
+    _add_common(run)
+    add_adapter_arguments(adapter := commands.add_parser("metrics-adapter", help="serve the metrics APIs"))
+    adapter.set_defaults(begin=_run_adapter)
+    _add_common(adapter)
     add = run.add_argument
-    add("--kubeconfig", metavar="FILE", help="how to reach the cluster, when not in it (or KUBECONFIG)")
-    add(
-        "--namespace",
-        dest="namespaces",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="serve this namespace only; may be given more than once",
-    )
     add("--leader-election", action="store_true", help="act only while holding the Lease")
     add("--engine-image", metavar="IMAGE", required=True, help="of engines, where a resource names none")
     add("--proxy-image", metavar="IMAGE", required=True, help="of proxies")
@@ -91,8 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a Secret in the resource's namespace; may be given more than once",
     )
-    add("--metrics-port", type=int, default=8080, help="port of /metrics")
-    add("--health-port", type=int, default=8081, help="port of /healthz and /readyz")
     add("--tick", type=float, default=60.0, metavar="SECONDS", help="look at every resource this often")
     add("--stall", type=float, default=150.0, metavar="SECONDS", help="unhealthy when stuck for this long")
     add(
@@ -102,5 +104,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="ask each store's janitor how full it is this often",
     )
-    add("--log-level", choices=logs.LEVELS, default="info", help="least level that is logged")
     return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kubeconfig", metavar="FILE", help="how to reach the cluster, when not in it (or KUBECONFIG)")
+    add(
+        "--namespace",
+        dest="namespaces",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="serve this namespace only; may be given more than once",
+    )
+    add("--metrics-port", type=int, default=8080, help="port of /metrics")
+    add("--health-port", type=int, default=8081, help="port of /healthz and /readyz")
+    add("--log-level", choices=logs.LEVELS, default="info", help="least level that is logged")

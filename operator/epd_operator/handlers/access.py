@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import kopf
-
-from .metrics import Metrics
+from prometheus_client import Counter
 
 _UNAUTHORIZED = 401
 _UNAUTHORIZED_PAUSE_S = 2.0
@@ -66,8 +65,9 @@ class Access:
     Raises kopf.LoginError where there are none.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, requests: Counter) -> None:
+        """`requests` counts them, by verb, resource and code."""
+        self._requests = requests
         self._listener: Listener | None = None
         self._read_at = 0.0
         self.info = self._read()
@@ -129,9 +129,9 @@ class Access:
                 # kopf logs in and asks again without a pause.
                 await asyncio.sleep(_UNAUTHORIZED_PAUSE_S)
         except (aiohttp.ClientError, TimeoutError):
-            self._metrics.requests.labels(*call, "none").inc()
+            self._requests.labels(*call, "none").inc()
             raise
-        self._metrics.requests.labels(*call, str(response.status)).inc()
+        self._requests.labels(*call, str(response.status)).inc()
         if self._listener is not None and response.ok:
             if call.verb == "watch":
                 self._listener.watching(request.url.path)

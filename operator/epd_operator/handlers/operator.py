@@ -54,7 +54,7 @@ class Operator:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._metrics = Metrics()
-        self._access = Access(self._metrics)
+        self._access = Access(self._metrics.requests)
         self._cache = Cache()
         self._queue = WorkQueue()
         self._health = Health(options.stall_s, time.monotonic)

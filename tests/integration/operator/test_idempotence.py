@@ -49,7 +49,7 @@ async def _check(world: World, deployment: EPDDeployment) -> None:
     manifests = render(deployment, RenderContext(versions, IMAGES, "epd-system"))
     kinds = {kind.kind: kind for kind in child_kinds(versions)}
     owner = Owner(deployment.metadata.name, "none")
-    access = Access(Metrics())
+    access = Access(Metrics().requests)
     api = Api(access.session(), access.info.server)
     try:
         outcome = await Children(api, kinds.values()).carry_out(plan(manifests, {}, owner, ()), {}, owner)
