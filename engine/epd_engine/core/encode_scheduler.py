@@ -45,6 +45,10 @@ class EncodeScheduler:
     def num_queued_tokens(self) -> int:
         return sum(item.num_embeds for request in tuple(self._queue) for item in request.media)
 
+    @property
+    def owes_kv(self) -> bool:
+        return False
+
     def add(self, request: Request) -> None:
         self._planner.check_admissible(request)
         self._requests[request.request_id] = request
@@ -67,7 +71,7 @@ class EncodeScheduler:
             if not placed_all:
                 break  # first come, first served: later requests do not overtake
         step.wait_for_saves = not (step.scheduled_encoder_inputs or step.republish_encoder_input)
-        step.freed_encoder_hashes = self._planner.cache.take_freed()
+        step.encoder_cache_moves = self._planner.cache.take_moves()
         step.ec_connector_metadata = self._connector.build_connector_meta()
         return step
 

@@ -46,6 +46,11 @@ class KVLedger:
         """What the engine must not sleep over."""
         return len(self._loading) + len(self._abandoned) + len(self._held)
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether a peer may still pull."""
+        return bool(self._kept)
+
     def check_admissible(self, request: Request) -> None:
         """Raises `RequestError` for a request that could never be served."""
         if request.kv is not None:
@@ -70,6 +75,12 @@ class KVLedger:
         self.connector.update_state_after_alloc(request, num_tokens)
         request.status = RequestStatus.LOADING
         self._loading[request.request_id] = request
+
+    def preempted(self, request: Request) -> None:
+        """`request` is about to lose its blocks."""
+        if request.kv is not None:
+            assert self.connector is not None
+            self.connector.request_preempted(request)
 
     def abandon(self, request: Request) -> None:
         """A loading request has ended; its blocks follow once nobody writes to them."""

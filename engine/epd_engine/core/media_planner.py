@@ -48,11 +48,14 @@ class MediaPlanner:
                 raise RequestError(400, "media_too_large", reason, "messages")
 
     def place(self, request: Request, index: int, step: SchedulerOutput) -> Placement:
-        """The three ways for a consumer's item. External loads take cache room but no compute budget."""
+        """The three ways for a consumer's item: resident (or set aside for a preempted request), loaded,
+        computed. External loads take cache room but no compute budget."""
         if self.cache.conflicts(request.media[index]):
             return Placement.MISSING
         if self.cache.reference_if_cached(request, index):
             return Placement.READY
+        if self.cache.is_aside(request.media[index]):
+            return Placement.READY if self.cache.bring_back(request, index) else Placement.LATER
         if self._in_store(request, index):
             if not self.cache.allocate(request, index):
                 return Placement.LATER

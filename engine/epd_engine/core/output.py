@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_engine.core.encoder_cache_manager import EncoderCacheMoves
 from epd_engine.core.request import FinishReason, Request, RequestError
 from epd_engine.core.sampling import TokenLogprobs
 from epd_engine.ec_transfer.base import ECConnectorMetadata, ECConnectorOutput
@@ -37,7 +38,7 @@ class SchedulerOutput:
     external_load_encoder_input: list[tuple[Request, int]] = field(default_factory=list)
     # Resident already, but the store lacks them: a producer publishes them again.
     republish_encoder_input: list[tuple[Request, int]] = field(default_factory=list)
-    freed_encoder_hashes: list[str] = field(default_factory=list)
+    encoder_cache_moves: EncoderCacheMoves = field(default_factory=EncoderCacheMoves)
     # Requests of an encode-only instance with items in this step or still being saved.
     encode_requests: list[Request] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
@@ -51,7 +52,10 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         connectors = (self.ec_connector_metadata, self.kv_connector_metadata)
         upkeep = any(metadata is not None and metadata.has_work for metadata in connectors)
-        return not (self.chunks or self.encode_requests or self.scheduled_encoder_inputs or upkeep)
+        media = self.scheduled_encoder_inputs or self.external_load_encoder_input
+        return not (
+            self.chunks or self.encode_requests or media or upkeep or not self.encoder_cache_moves.is_empty
+        )
 
     def failed(self, reason: str) -> ECConnectorOutput:
         """What a connector must hear of a step that could not be executed."""

@@ -52,6 +52,10 @@ class SchedulerInterface(Protocol):
         """Tokens still to be computed before first answers: of prompts, or where there are none of media.
         May be asked for in any thread."""
 
+    @property
+    def owes_kv(self) -> bool:
+        """Whether a peer may still pull KV of a request that has ended. May be asked for in any thread."""
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -97,6 +101,7 @@ class Scheduler:
         self._kv.check_admissible(request)
         if not comes_from_outside(request):  # whose media are in its KV
             self._planner.check_admissible(request)
+            self._planner.cache.expect(request)
         self._arrivals += 1
         request.arrival = self._arrivals
         self._requests[request.request_id] = request
@@ -122,7 +127,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an earlier one, or failed
             while not self._has_room(request, budget):
-                victim = self._running[-1]
+                victim = self._victim(request)
                 self._preempt(victim)
                 preempted = True
                 if victim is request:
@@ -143,7 +148,7 @@ class Scheduler:
             self._set_running(request)
             budget -= self._schedule_chunk(request, budget, step)
         self._kv.plan(step)
-        step.freed_encoder_hashes = self._planner.cache.take_freed()
+        step.encoder_cache_moves = self._planner.cache.take_moves()
         if self._planner.connector is not None:
             step.ec_connector_metadata = self._planner.connector.build_connector_meta()
         return step
@@ -178,6 +183,10 @@ class Scheduler:
         for request, index in step.scheduled_encoder_inputs + step.external_load_encoder_input:
             self._planner.cache.drop(request.media[index].mm_hash)
         return updates + [self._fail(c.request, error) for c in step.chunks if not c.request.is_finished]
+
+    @property
+    def owes_kv(self) -> bool:
+        return self._kv.keeps_blocks
 
     def problems(self) -> list[str]:
         kept = self._kv.kept_blocks
@@ -320,10 +329,18 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
+    def _victim(self, request: Request) -> Request:
+        """Who is preempted so that `request` can go on: whoever is served last, itself at worst; rather one
+        that is sure to have its media again."""
+        candidates = self._running[self._running.index(request) :]
+        sure = [one for one in candidates if self._planner.cache.can_repeat(one)]
+        return (sure or candidates)[-1]
+
     def _preempt(self, request: Request) -> None:
         """By recompute: everything the request holds goes back, and it waits where its rank is."""
         log.info("preempted for lack of KV blocks", extra={"request_id": request.request_id})
         self._running.remove(request)
+        self._kv.preempted(request)
         self._release(request)
         request.num_computed_tokens = 0
         request.in_store.clear()
@@ -343,6 +360,7 @@ class Scheduler:
             self._kv.abandon(request)
             return None
         (self._running if status is RequestStatus.RUNNING else self._waiting).remove(request)
+        self._planner.cache.forget(request)
         if self._planner.connector is not None:
             _, params = self._planner.connector.request_finished(request)
             update = update and replace(update, ec_transfer_params=params)

@@ -48,13 +48,14 @@ class Answer:
             "model": self.body.model,
         }
 
-    def usage(self) -> dict[str, int]:
-        """The prompt counts once, however many choices there are."""
+    def usage(self) -> dict[str, Any]:
+        """The prompt counts once, however many choices there are; its cached ones are the first choice's."""
         prompt = self.request.num_prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.request.num_cached_tokens},
         }
 
     def logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any] | None:

@@ -76,6 +76,11 @@ class _EngineCollector(Collector):
                 "Embeddings that a request still needs",
                 engine.encoder_cache.num_referenced,
             ),
+            (
+                "encoder_cache_aside_embeddings",
+                "Embeddings evicted to host memory, since a request may need them again",
+                engine.encoder_cache.num_aside,
+            ),
             ("integrity_problems", "Books that did not balance at the last rest", stats.integrity_problems),
             ("model_parameters", "Parameters loaded for this role", parameters),
         ):

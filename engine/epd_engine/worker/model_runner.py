@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from epd_engine.core.encoder_cache_manager import EncoderCacheMoves
 from epd_engine.core.output import Chunk, ModelRunnerOutput, SchedulerOutput
 from epd_engine.core.request import Request
 from epd_engine.ec_transfer.base import ECConnectorBase
@@ -32,6 +33,7 @@ class ModelRunner:
         self._family, self._connector = family, connector
         self._kv_cache, self._kv_connector = kv_cache, kv_connector
         self.encoder_cache: dict[str, torch.Tensor] = {}
+        self._aside: dict[str, torch.Tensor] = {}  # in host memory
         self.encoder = EncoderRunner(family, self.encoder_cache)
         self._sampler = Sampler()
         if connector is not None:
@@ -43,6 +45,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
+        self._move(step.encoder_cache_moves)
         with kv_step(self._kv_connector, step.kv_connector_metadata) as output.kv_output:
             self._execute(step, output)
         return output
@@ -55,8 +58,6 @@ class ModelRunner:
         return output
 
     def _execute(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        for key in step.freed_encoder_hashes:
-            self.encoder_cache.pop(key, None)
         with ec_step(
             self._connector,
             step.ec_connector_metadata,
@@ -74,6 +75,15 @@ class ModelRunner:
             chunks = [c for c in step.chunks if self._has_media(c, output)]
             if chunks:
                 self._run_language_model(chunks, output)
+
+    def _move(self, moves: EncoderCacheMoves) -> None:
+        for key in moves.freed:
+            self.encoder_cache.pop(key, None)
+            self._aside.pop(key, None)
+        for key in moves.set_aside:
+            self._aside[key] = self.encoder_cache.pop(key).to("cpu")
+        for key in moves.brought_back:
+            self.encoder_cache[key] = self._aside.pop(key).to(self._family.device)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""

@@ -27,7 +27,7 @@ def client(aggregated: Server) -> OpenAI:
 
 def test_the_openai_client_gets_the_same_answer_streaming_and_not(client: OpenAI) -> None:
     options: Any = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 12}
-    whole = client.chat.completions.create(**options)
+    _, whole = (client.chat.completions.create(**options) for _ in range(2))  # the second knows the prompt
     chunks = list(
         client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
     )
@@ -42,6 +42,15 @@ def test_the_openai_client_gets_the_same_answer_streaming_and_not(client: OpenAI
 def test_usage_comes_in_a_stream_only_when_asked_for(client: OpenAI) -> None:
     chunks = list(client.chat.completions.create(model=MODEL_NAME, messages=HELLO, max_tokens=2, stream=True))
     assert all(c.usage is None for c in chunks)
+
+
+def test_usage_tells_how_much_of_a_prompt_was_known(client: OpenAI) -> None:
+    again: Any = [{"role": "user", "content": "What is known of this? " * 12}]
+    options: Any = {"model": MODEL_NAME, "messages": again, "max_tokens": 2}
+    usages: list[Any] = [client.chat.completions.create(**options).usage for _ in range(2)]
+    first, second = (usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert first < 32
+    assert usages[1].prompt_tokens - 16 <= second < usages[1].prompt_tokens
 
 
 def test_models_are_listed_and_others_are_not_found(client: OpenAI) -> None:

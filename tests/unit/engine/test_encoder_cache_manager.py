@@ -1,4 +1,4 @@
-from epd_engine.core.encoder_cache_manager import EncoderCacheManager
+from epd_engine.core.encoder_cache_manager import EncoderCacheManager, EncoderCacheMoves
 from tests.support.engine_objects import item, key, request
 
 
@@ -8,6 +8,7 @@ def test_a_repeated_picture_keeps_its_reference_until_its_last_occurrence() -> N
     twice = request("r", 20, [item("a", 0, 4), item("a", 8, 4)])
     assert cache.allocate(twice, 0)
     assert cache.reference_if_cached(twice, 1)
+    cache.take_moves()
     cache.release(twice, 0)
     assert cache.num_referenced == 4
     other = request("s", 20, [item("b", 0, 10)])
@@ -15,7 +16,7 @@ def test_a_repeated_picture_keeps_its_reference_until_its_last_occurrence() -> N
     cache.release(twice, 1)
     assert cache.num_referenced == 0
     assert cache.allocate(other, 0)
-    assert cache.take_freed() == [key("a")]
+    assert cache.take_moves().freed == [key("a")]
 
 
 def test_what_nobody_references_stays_until_room_is_needed() -> None:
@@ -25,7 +26,7 @@ def test_what_nobody_references_stays_until_room_is_needed() -> None:
     cache.release_all(first)
     again = request("s", 20, [item("a", 0, 4)])
     assert cache.reference_if_cached(again, 0)
-    assert cache.take_freed() == []
+    assert cache.take_moves().freed == []
 
 
 def test_the_least_recently_released_goes_first() -> None:
@@ -33,10 +34,11 @@ def test_the_least_recently_released_goes_first() -> None:
     holders = [request(n, 20, [item(n, 0, 3)]) for n in "abc"]
     for holder in holders:
         assert cache.allocate(holder, 0)
+    cache.take_moves()
     for holder in (holders[1], holders[0], holders[2]):
         cache.release_all(holder)
     assert cache.allocate(request("r", 20, [item("d", 0, 6)]), 0)
-    assert cache.take_freed() == [key("b"), key("a")]
+    assert cache.take_moves().freed == [key("b"), key("a")]
 
 
 def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
@@ -46,7 +48,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     assert cache.allocate(b, 0)
     cache.release_all(b)
     assert not cache.allocate(request("t", 9, [item("c", 0, 5)]), 0)
-    assert cache.take_freed() == []
+    assert cache.take_moves().freed == []
     assert cache.reference_if_cached(b, 0)
 
 
@@ -66,3 +68,62 @@ def test_an_item_that_never_came_is_forgotten_with_its_references() -> None:
     assert cache.num_used == cache.num_referenced == 0
     cache.release_all(a)  # harmless afterwards
     assert cache.allocate(a, 0)
+
+
+def test_what_is_planned_in_a_step_is_not_evicted_within_it() -> None:
+    """Its request may end while the step is planned; freeing comes before loading: it would stay forever."""
+    cache = EncoderCacheManager(9)
+    a, b = request("r", 9, [item("a", 0, 5)]), request("s", 9, [item("b", 0, 5)])
+    assert cache.allocate(a, 0)
+    cache.release_all(a)
+    assert not cache.allocate(b, 0)
+    assert cache.take_moves().is_empty
+    assert cache.allocate(b, 0)
+    assert cache.take_moves() == EncoderCacheMoves(freed=[key("a")])
+
+
+def test_an_evicted_item_that_nobody_could_make_again_is_set_aside_until_its_requests_end() -> None:
+    cache = EncoderCacheManager(9)
+    a, b = request("r", 9, [item("a", 0, 5)]), request("s", 9, [item("b", 0, 5)])
+    twin = request("t", 9, [item("a", 0, 5)])
+    for one in (a, b, twin):
+        cache.expect(one)
+    assert cache.allocate(a, 0)
+    cache.take_moves()
+    cache.release(a, 0)
+    assert cache.allocate(b, 0)
+    assert cache.take_moves() == EncoderCacheMoves(set_aside=[key("a")])
+    assert cache.num_aside == 5
+    assert cache.conflicts(item("a", 2, 4))
+    assert not cache.bring_back(a, 0), "there is no room"
+    cache.forget(b)
+    assert cache.bring_back(a, 0)
+    assert cache.take_moves() == EncoderCacheMoves(freed=[key("b")], brought_back=[key("a")])
+    cache.forget(a)
+    assert cache.allocate(b, 0)
+    assert cache.take_moves() == EncoderCacheMoves(set_aside=[key("a")]), "the twin may need it"
+    cache.forget(twin)
+    assert cache.take_moves() == EncoderCacheMoves(freed=[key("a")])
+
+
+def test_an_item_that_is_set_aside_and_wanted_no_more_in_one_step_is_only_freed() -> None:
+    cache = EncoderCacheManager(9)
+    a, b = request("r", 9, [item("a", 0, 5)]), request("s", 9, [item("b", 0, 5)])
+    cache.expect(a)
+    assert cache.allocate(a, 0)
+    cache.take_moves()
+    cache.release(a, 0)
+    assert cache.allocate(b, 0)
+    cache.forget(a)
+    assert cache.take_moves() == EncoderCacheMoves(freed=[key("a")])
+
+
+def test_an_item_with_pixels_is_not_set_aside() -> None:
+    cache = EncoderCacheManager(9)
+    a, b = request("r", 9, [item("a", 0, 5, pixels=True)]), request("s", 9, [item("b", 0, 5)])
+    cache.expect(a)
+    assert cache.allocate(a, 0)
+    cache.take_moves()
+    cache.release(a, 0)
+    assert cache.allocate(b, 0)
+    assert cache.take_moves() == EncoderCacheMoves(freed=[key("a")])

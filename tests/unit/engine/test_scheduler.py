@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from epd_engine.core.encoder_cache_manager import EncoderCacheManager
+from epd_engine.core.encoder_cache_manager import EncoderCacheManager, EncoderCacheMoves
 from epd_engine.core.kv_blocks import BlockPool
 from epd_engine.core.media_planner import MediaPlanner
 from epd_engine.core.output import Chunk, ModelRunnerOutput, RequestUpdate, SchedulerOutput
@@ -36,12 +36,13 @@ class Bench:
         )
         self.scheduler = Scheduler(SchedulerLimits(seqs, tokens, 128), self.pool, planner)
         self.resident: set[str] = set()
+        self.aside: set[str] = set()
         # What lies in each slot of the KV memory: the token there, and all that came before it.
         self.memory: dict[int, object] = {}
 
     def execute(self, step: SchedulerOutput, fail_loads: frozenset[str] = frozenset()) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
-        self.resident -= set(step.freed_encoder_hashes)
+        self.move(step.encoder_cache_moves)
         for r, i in step.scheduled_encoder_inputs:
             self.resident.add(r.media[i].mm_hash)
         for r, i in step.external_load_encoder_input:
@@ -59,6 +60,17 @@ class Bench:
                 output.sampled[chunk.request.request_id] = 7
         return output
 
+    def move(self, moves: EncoderCacheMoves) -> None:
+        self.resident -= set(moves.freed)
+        self.aside -= set(moves.freed)
+        for names, source, target in [
+            (moves.set_aside, self.resident, self.aside),
+            (moves.brought_back, self.aside, self.resident),
+        ]:
+            for name in names:
+                source.remove(name)
+                target.add(name)
+
     def compute(self, chunk: Chunk) -> None:
         """Attends to what lies before the chunk, and must find the request's own past there."""
         history = pasts(chunk.request, chunk.end)
@@ -71,7 +83,8 @@ class Bench:
 
     def step(self, **faults: frozenset[str]) -> tuple[SchedulerOutput, list[RequestUpdate]]:
         step = self.scheduler.schedule()
-        return step, self.scheduler.update(step, self.execute(step, **faults))
+        output = ModelRunnerOutput() if step.is_empty else self.execute(step, **faults)
+        return step, self.scheduler.update(step, output)
 
     def run(self, limit: int = 1000) -> dict[str, RequestUpdate]:
         last = {}
@@ -87,6 +100,8 @@ class Bench:
         assert self.pool.num_free == self.pool.num_blocks
         assert self.cache.num_referenced == 0
         assert self.scheduler.problems() == []
+        self.move(self.cache.take_moves())  # as the next step would
+        assert self.aside == set()
 
 
 def pasts(of: Request, end: int) -> list[int]:
@@ -256,6 +271,49 @@ def test_without_blocks_the_last_request_is_preempted_and_still_answers() -> Non
     bench.assert_at_rest()
 
 
+def test_a_preempted_request_needs_nothing_of_a_store_that_has_let_go_of_its_item() -> None:
+    """What a client has begun to read must not end in a miss because of what others do."""
+    bench = Bench(stored={key("a"), key("b")}, blocks=8, cache=4)
+    assert bench.connector is not None
+    bench.scheduler.add(request("first", 8, [item("a", 0, 4)], max_tokens=20))
+    bench.scheduler.add(request("second", 8, [item("b", 0, 4)], max_tokens=20))
+    while bench.cache.num_aside == 0:  # there is room for one
+        bench.step()
+    bench.connector.stored.clear()
+    before = bench.connector.probes
+    ends = bench.run()
+    assert {name: end.finish_reason for name, end in ends.items()} == dict.fromkeys(
+        ("first", "second"), FinishReason.LENGTH
+    )
+    assert bench.connector.probes == before
+    bench.assert_at_rest()
+
+
+def test_a_request_that_could_not_have_its_media_again_is_not_the_one_preempted() -> None:
+    """Its KV is another's of the same beginning, and the item itself never came here."""
+    bench = Bench(stored={key("a")}, blocks=11, cache=8)
+    assert bench.connector is not None
+    bench.scheduler.add(request("r", 13, [item("a", 0, 4)], max_tokens=1))
+    bench.run()
+    bench.cache.allocate(request("evicts", 8, [item("b", 0, 8)]), 0)
+    bench.cache.drop(key("b"))
+    bench.connector.stored.clear()
+    bench.scheduler.add(request("text", 13, max_tokens=12))
+    bench.scheduler.add(request("known", 13, [item("a", 0, 4)], max_tokens=12))
+    assert {name: end.error for name, end in bench.run().items()} == {"text": None, "known": None}
+    bench.assert_at_rest()
+
+
+def test_what_was_planned_for_a_request_that_failed_in_planning_is_done_for_the_next() -> None:
+    bench = Bench(stored={key("a")})
+    bench.scheduler.add(request("fails", 12, [item("a", 0, 4), item("b", 4, 4)]))
+    _, updates = bench.step()
+    assert updates[0].error is not None
+    bench.scheduler.add(request("r", 12, [item("a", 0, 4)]))
+    assert bench.run()["r"].finish_reason is FinishReason.LENGTH
+    bench.assert_at_rest()
+
+
 def test_a_prompt_that_begins_like_another_is_not_computed_again() -> None:
     bench = Bench(tokens=64)
     bench.scheduler.add(request("r", 18))
@@ -343,9 +401,11 @@ def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int, steps: i
     rng = random.Random(seed)
     names = "abcdefgh"
     sizes = {n: rng.choice([1, 3, 6, 12]) for n in names}
-    bench = Bench(stored={key(n) for n in names[:4]}, cache=16, encoder_budget=8, blocks=40, can_compute=True)
+    stored = {key(n) for n in names[:4]}
+    bench = Bench(stored=stored, cache=16, encoder_budget=8, blocks=40, can_compute=True)
     alive: dict[str, Request] = {}
     ended: set[str] = set()
+    took_over: set[str] = set()  # KV of others, perhaps of media that never came here
     for number in range(steps):
         if rng.random() < 0.4:
             made = random_request(rng, f"r{number}", names, sizes)
@@ -355,6 +415,8 @@ def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int, steps: i
             victim = rng.choice(sorted(alive))
             bench.scheduler.abort(victim)
             ended.add(victim)
+        for name in names[:4]:
+            (stored.add if rng.random() < 0.7 else stored.discard)(key(name))
         failing = frozenset(key(n) for n in names if rng.random() < 0.05)
         step, updates = bench.step(fail_loads=failing)
         assert sum(c.length for c in step.chunks) <= 16
@@ -364,6 +426,11 @@ def test_random_traffic_keeps_every_budget_and_comes_to_rest(seed: int, steps: i
         if len(step.scheduled_encoder_inputs) > 1:
             assert sum(r.media[i].num_embeds for r, i in step.scheduled_encoder_inputs) <= 8
         ended |= {u.request_id for u in updates if u.is_last}
+        for update in updates:
+            begun = alive.get(update.request_id)
+            if update.error is not None and begun is not None and begun.output_token_ids:
+                assert begun.request_id in took_over, "a miss after the answer had begun"
+        took_over |= {c.request.request_id for c in step.chunks if c.request.num_cached_tokens}
         for name in ended & set(alive):
             del alive[name]
     ended |= set(bench.run())
@@ -376,7 +443,7 @@ def random_request(rng: random.Random, name: str, names: str, sizes: dict[str, i
     for _ in range(rng.randint(0, 3)):
         offset += rng.randint(0, 5)
         chosen = rng.choice(names)
-        media.append(item(chosen, offset, sizes[chosen], pixels=True))
+        media.append(item(chosen, offset, sizes[chosen], pixels=rng.random() < 0.5))
         offset += sizes[chosen]
     made = request(name, offset + rng.randint(1, 20), media, max_tokens=rng.randint(1, 6))
     made.priority = rng.choice([0, 0, 0, 1, -1])
