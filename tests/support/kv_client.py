@@ -22,6 +22,12 @@ def kv_flags(role: str, path: Path, **extra: Any) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
+def nixl_flags(role: str, **extra: Any) -> list[str]:
+    """The flags of an instance that exchanges KV by memory."""
+    config = {"kv_connector": "NixlKVConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
 def for_language(encoder: Server, messages: Messages) -> Messages:
     """The messages with what the encoder says of their media."""
     return rewritten(messages, prime(encoder, messages)) if media_parts(messages) else messages

@@ -76,6 +76,7 @@ class KVConnectorOutput:
 
     `saving`: blocks before this index of a request's are being saved. `finished_sending`: all of a prompt's
     KV is where a consumer finds it, or has been pulled. `finished_recving`: it lies in this pool's blocks.
+    `served_port`: where peers reach this instance, said once.
     """
 
     saving: dict[str, int] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class KVConnectorOutput:
     failed_sending: dict[str, str] = field(default_factory=dict)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: dict[str, str] = field(default_factory=dict)
+    served_port: int | None = None
 
 
 class KVConnectorBase(ABC):
@@ -110,6 +112,10 @@ class KVConnectorBase(ABC):
     def update_state_after_alloc(self, request: "Request", num_external_tokens: int) -> None:
         """The request holds blocks for `num_external_tokens` beyond its computed ones: plan their load. The
         scheduler keeps those blocks until the worker side has reported, whatever becomes of the request."""
+
+    def request_preempted(self, request: "Request") -> None:  # noqa: B027
+        """A running request is about to lose its blocks, and will ask for its prompt's KV again. What is
+        planned now runs before anyone else uses these blocks."""
 
     @abstractmethod
     def build_connector_meta(self, step: "SchedulerOutput") -> KVConnectorMetadata:

@@ -6,8 +6,6 @@ from epd_engine.connectors import ConnectorRegistry
 from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVModelIdentity
 from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig
 
-_NOT_YET = frozenset({"NixlConnector", "NixlKVConnector"})
-
 
 class KVConnectorFactory:
     """Makes the connector a config names; others come in by `kv_connector_module_path`."""
@@ -26,10 +24,6 @@ class KVConnectorFactory:
     @classmethod
     def get_connector_class(cls, config: KVTransferConfig) -> type[KVConnectorBase]:
         """Raises `KVConfigError` for a name that nobody registered or a module that lacks it."""
-        if config.kv_connector in _NOT_YET and config.kv_connector_module_path is None:
-            raise KVConfigError(
-                f"kv_connector {config.kv_connector!r} is not supported yet; known are {cls._registry.names}"
-            )
         return cls._registry.find(config.kv_connector, config.kv_connector_module_path)
 
     @classmethod
@@ -44,4 +38,7 @@ KVConnectorFactory.register_connector(
     "SharedStorageKVConnector",
     "epd_engine.kv_transfer.shared_storage_connector",
     "SharedStorageKVConnector",
+)
+KVConnectorFactory.register_connector(
+    "NixlKVConnector", "epd_engine.kv_transfer.nixl_connector", "NixlKVConnector"
 )

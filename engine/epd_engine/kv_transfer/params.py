@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_engine.core.remote_kv import RemoteDecode, RemoteKV, RemotePrefill
-from epd_engine.core.request import RequestError
+from epd_engine.core.request import Request, RequestError
 from epd_engine.core.sampling import TokenLogprobs
 from epd_engine.kv_transfer.base import KVModelIdentity
 from epd_engine.kv_transfer.config import KVTransferConfig
@@ -116,6 +116,14 @@ def add_logprobs(params: dict[str, Any], said: TokenLogprobs) -> None:
         "chosen": max(said.chosen, LEAST_LOGPROB),
         "top": [[token, max(value, LEAST_LOGPROB)] for token, value in said.top],
     }
+
+
+def check_prompt_length(request: Request, kv: RemotePrefill) -> None:
+    """Raises `RequestError` where the two instances do not mean the same prompt."""
+    if kv.num_prompt_tokens != request.num_prompt_tokens:
+        raise incompatible(
+            f"its prompt has {kv.num_prompt_tokens} tokens, and {request.num_prompt_tokens} here"
+        )
 
 
 def incompatible(reason: str) -> RequestError:

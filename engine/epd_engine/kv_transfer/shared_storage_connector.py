@@ -37,7 +37,7 @@ from epd_engine.kv_transfer.block_file import BlockRange, gather
 from epd_engine.kv_transfer.block_loader import BlockLoad, BlockLoader
 from epd_engine.kv_transfer.block_saver import BlockSaver, Transfer, remove_quietly
 from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig, read_extra_config
-from epd_engine.kv_transfer.params import incompatible, missing, prefilled
+from epd_engine.kv_transfer.params import check_prompt_length, missing, prefilled
 
 if TYPE_CHECKING:
     from epd_engine.core.output import SchedulerOutput
@@ -124,10 +124,7 @@ class SharedStorageKVConnector(KVConnectorBase):
     def check_request(self, request: Request) -> None:
         if not isinstance(request.kv, RemotePrefill):
             return
-        if request.kv.num_prompt_tokens != request.num_prompt_tokens:
-            raise incompatible(
-                f"its prompt has {request.kv.num_prompt_tokens} tokens, and {request.num_prompt_tokens} here"
-            )
+        check_prompt_length(request, request.kv)
         ends = request.kv.connector.get("block_ends")
         if set(request.kv.connector) != {"block_ends"} or not _are_ends(ends, self._blocks_of(request)):
             raise missing("kv_transfer_params.connector does not name the files of the whole prompt")
