@@ -78,7 +78,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default=default.device, help="cpu, cuda, cuda:1 ... (default: %(default)s)")
     add(
         "--drain-timeout",
-        type=_positive,
+        type=_not_negative,
         default=30,
         metavar="SECONDS",
         help="what has begun may finish, once told to end (default: %(default)s)",
@@ -206,6 +206,13 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
             max_audio_seconds=arguments.max_audio_seconds,
         ),
     )
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
 
 
 def _positive(text: str) -> int:

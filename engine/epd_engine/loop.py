@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 from epd_engine.core.output import RequestUpdate
 from epd_engine.core.request import FinishReason, Request, RequestError
@@ -83,6 +84,17 @@ class EngineLoop:
         if outbox := self._outboxes.get(request_id):
             self._inbox.put(lambda engine: engine.abort(request_id))
             outbox.put_nowait(RequestUpdate(request_id, finish_reason=FinishReason.ABORT))
+
+    def end_all(self) -> None:
+        """Ends every request with an error, and frees it: there is no time left."""
+        for request_id in self._outboxes:
+            self._inbox.put(partial(Engine.abort, request_id=request_id))
+        self._fail_all()
+
+    @property
+    def owes_kv(self) -> bool:
+        """Whether a peer may still come for KV that answers have promised."""
+        return self.is_ready and self.engine is not None and self.engine.scheduler.owes_kv
 
     async def stop(self) -> None:
         """Ends the thread after its current step; unfinished requests get an error."""

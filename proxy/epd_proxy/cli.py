@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-import uvicorn
-
 from epd_proxy import logs
 from epd_proxy.apiserver import own_namespace
 from epd_proxy.app import Proxy
 from epd_proxy.config import DECODE, PREFILL, ROLES, Config, Limits, Origin, Services, topology_problem
+from epd_proxy.serve import Server
 
 _DESCRIPTION = """\
 One OpenAI-compatible address in front of encoders and PDs (prefill + decode), or encoders, prefill and decode
@@ -36,7 +35,8 @@ example:
 
   epd-proxy --encoder-service digits-encoder --pd-service digits-pd   # in a pod
 
-SIGTERM and Ctrl-C stop accepting, finish what is in flight within --drain-timeout, and end.
+SIGTERM and Ctrl-C stop accepting, finish what is in flight within --drain-timeout, and end. A second one
+does not wait.
 """
 _LIMIT_HELP = {
     "max_body": "largest request body, in bytes; a larger one gets 413",
@@ -64,8 +64,6 @@ _ROLE_HELP = {
     "decode": ("a decode instance", "the decode instances"),
 }
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_KEEP_ALIVE = 75
-"""Seconds; longer than common clients keep idle connections, so that none is closed under a request."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
@@ -91,7 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
         limits.add_argument(
             _limit_flag(field.name),
             dest=_limit(field.name),
-            type=_positive_int if counts else _positive,
+            type=_positive_int if counts else _not_negative if field.name == "drain" else _positive,
             default=field.default,
             metavar="N" if counts else "S",
             help=f"{_LIMIT_HELP[field.name]} (%(default)s)",
@@ -117,19 +115,7 @@ def main() -> None:
         proxy = Proxy(config)
     except (OSError, ValueError) as error:
         sys.exit(f"epd-proxy: --api-keys-file {config.api_keys}: {error}")
-    uvicorn.run(
-        proxy,
-        host=config.host,
-        port=config.port,
-        loop="uvloop",
-        http="httptools",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=round(config.limits.drain),
-    )
+    Server(proxy, config).run()
 
 
 def _add_instances(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +203,10 @@ def _service(text: str) -> str:
     if not _LABEL.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a Service or namespace")
     return text
+
+
+def _not_negative(text: str) -> float:
+    return 0.0 if float(text) == 0 else _positive(text)
 
 
 def _positive(text: str) -> float:

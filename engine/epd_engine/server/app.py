@@ -18,6 +18,7 @@ from epd_engine.config import EngineConfig
 from epd_engine.core.request import RequestError
 from epd_engine.loop import EngineLoop
 from epd_engine.server.chat import ChatHandler
+from epd_engine.server.drain import Drain
 from epd_engine.server.errors import error_response, invalid_request
 from epd_engine.server.metrics import ServerMetrics
 from epd_engine.server.prompt import PromptBuilder
@@ -27,6 +28,7 @@ from epd_engine.server.text import ChatTokenizer
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
+PULL_POLL_SECONDS = 0.05
 STALLED_SECONDS = 300.0  # a step that takes longer than this is taken for a hang
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -34,8 +36,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Service:
     """One instance: the loop, and once its weights are in, the chat handler."""
 
-    def __init__(self, config: EngineConfig, loop: EngineLoop):
-        self._config, self.loop = config, loop
+    def __init__(self, config: EngineConfig, loop: EngineLoop, drain: Drain):
+        self._config, self.loop, self._drain = config, loop, drain
         self.metrics = ServerMetrics()
         self._chat: ChatHandler | None = None
         self._builder: PromptBuilder | None = None
@@ -83,6 +85,9 @@ class Service:
         log.info("ready", extra=engine.describe())
 
     async def stop(self) -> None:
+        """Once all answers are given. What they promised stays until it is pulled, while there is time."""
+        while self.loop.owes_kv and not self._drain.is_over:  # noqa: ASYNC110 - another thread's state
+            await asyncio.sleep(PULL_POLL_SECONDS)
         await self.loop.stop()
         if self._builder is not None:
             self._builder.shutdown()

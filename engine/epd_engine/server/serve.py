@@ -12,6 +12,7 @@ from epd_engine.kv_transfer.config import KVConfigError
 from epd_engine.loop import EngineLoop
 from epd_engine.models.checkpoint import CheckpointError
 from epd_engine.server.app import Service, create_app
+from epd_engine.server.drain import Drain, DrainingServer
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +22,23 @@ KEEP_ALIVE_SECONDS = 30
 def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_level: str) -> int:
     """Listens at once, loads the weights meanwhile, ends by SIGTERM or SIGINT; returns the exit status.
 
-    Told to end, it finishes what it has begun within `drain_timeout` seconds.
+    Told to end, it finishes what it has begun within `drain_timeout` seconds; what is not done then, or when
+    it is told once more, ends with an error.
     """
     logs.configure(log_level)
-    loop = EngineLoop(lambda: Engine(config))
-    service = Service(config, loop)
+    loop, drain = EngineLoop(lambda: Engine(config)), Drain(drain_timeout)
+    service = Service(config, loop, drain)
 
     def stop() -> None:
         server.should_exit = True
 
-    server = uvicorn.Server(
+    def end_all() -> None:
+        log.warning("told to end; %d requests are not done in time", loop.num_requests)
+        loop.end_all()
+        server.cut_off_later()
+
+    drain.on_over = end_all
+    server = DrainingServer(
         uvicorn.Config(
             create_app(service, stop),
             host=host,
@@ -38,8 +46,8 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=drain_timeout,
-        )
+        ),
+        drain,
     )
     server.run()
     if loop.failure is None:

@@ -19,7 +19,7 @@ _STARTING_INTERVAL_S = 0.1
 _RUNNING_INTERVAL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
 # Beyond the drain timeout, for a process that keeps to it and then ends by itself.
-_KILL_GRACE_S = 2.0
+_KILL_GRACE_S = 5.0
 _STEADY_S = 10.0
 _LAST_WORDS_S = 1.0
 _TAIL_LINES = 25
