@@ -59,29 +59,19 @@ class StorePlaces:
     """Bytes that all producers may take there together; None: what the mount has."""
 
 
-def transfer_flags(spec: Spec, traits: RoleTraits, places: StorePlaces) -> list[str]:
-    """An engine's flags for both transfers, where `places` has what they need."""
+def transfer_flags(
+    spec: Spec, traits: RoleTraits, places: StorePlaces, kv_ip: str | None = None
+) -> list[str]:
+    """An engine's flags for both transfers, where `places` has what they need. `kv_ip`: the address at which
+    peers reach it, where it is told by its flags and KV crosses by NIXL."""
     flags = []
     if traits.ec_role is not None:
         ec = _ec_connector(spec, places)
         flags += ["--ec-transfer-config", _json({**ec, "ec_role": traits.ec_role})]
     if traits.kv_role is not None:
-        kv = _kv_connector(spec, places)
+        kv = _kv_connector(spec, places, kv_ip)
         flags += ["--kv-transfer-config", _json({**kv, "kv_role": traits.kv_role})]
     return flags
-
-
-def unsupported_kv(spec: Spec) -> str | None:
-    """Why the engine of this release cannot hand KV over as a deployment asks for, and the way out."""
-    if spec.kv_transfer_type != "nixl" or spec.engine.type == "vllm":
-        return None
-    if spec.kv_transfer is None or spec.kv_transfer.type is None:
-        return (
-            "spec.kvTransfer.type: without files it is nixl, which does not run yet; "
-            "give `ecStore.sharedStorage`"
-        )
-    volume = ", and give `ecStore.sharedStorage` for it" if spec.ec_store.shared_storage is None else ""
-    return f"spec.kvTransfer.type: nixl does not run yet; use sharedStorage{volume}"
 
 
 def janitor_command(engine: str, store: ECStore, places: StorePlaces, host: str, port: int) -> list[str]:
@@ -117,11 +107,12 @@ def _ec_connector(spec: Spec, places: StorePlaces) -> dict[str, Any]:
     return connector if names.module is None else {**connector, "ec_connector_module_path": names.module}
 
 
-def _kv_connector(spec: Spec, places: StorePlaces) -> dict[str, Any]:
+def _kv_connector(spec: Spec, places: StorePlaces, kv_ip: str | None) -> dict[str, Any]:
     names = CONNECTORS[spec.engine.type]
     extra = spec.kv_transfer.extra_config if spec.kv_transfer is not None else {}
     if spec.kv_transfer_type == "nixl":
-        return {"kv_connector": names.nixl, "kv_connector_extra_config": extra}
+        address = {} if kv_ip is None else {"kv_ip": kv_ip}
+        return {"kv_connector": names.nixl, "kv_connector_extra_config": extra, **address}
     return {
         "kv_connector": names.kv_files,
         "kv_connector_extra_config": {"shared_storage_path": f"{places.storage}/{KV_FOLDER}", **extra},

@@ -151,7 +151,7 @@ class KVTransfer(Part):
     """How prefill hands its KV to decode."""
 
     type: KVTransferType | None = None
-    """NIXL (RDMA, shared memory, TCP; does not run yet), or files on the volume of `ecStore.sharedStorage`,
+    """NIXL (RDMA, shared memory, TCP), or files on the volume of `ecStore.sharedStorage`,
     which is the default where there is that volume."""
     extra_config: FreeObject = Field(default={}, max_length=64)
     """Options of the connector, by its own names."""

@@ -11,12 +11,10 @@ from ..api.problems import explain, path_of
 from ..apply.kinds import CLAIM
 from ..apply.plan import Ref
 from ..crd.transitions import claim_conflicts
-from ..wire import unsupported_kv
 
 Object = dict[str, Any]
 
 INVALID = "InvalidSpec"
-NOT_SUPPORTED = "NotSupportedYet"
 _METADATA = ("name", "namespace", "uid", "generation")
 
 
@@ -49,9 +47,6 @@ def read(resource: Object, children: Mapping[Ref, Object]) -> EPDDeployment:
     conflicts = [str(change) for change in _conflicts(deployment, children)]
     if conflicts:
         raise RefusedError(INVALID, conflicts)
-    unsupported = list(_unsupported(deployment))
-    if unsupported:
-        raise RefusedError(NOT_SUPPORTED, unsupported)
     return deployment
 
 
@@ -62,9 +57,3 @@ def _conflicts(deployment: EPDDeployment, children: Mapping[Ref, Object]) -> Ite
         claim = children.get(Ref(CLAIM.kind, name))
         if claim is not None:
             yield from claim_conflicts(deployment.spec, store, claim)
-
-
-def _unsupported(deployment: EPDDeployment) -> Iterator[str]:
-    """What can be rendered, but whose pods could not run with the engine of this release."""
-    if (problem := unsupported_kv(deployment.spec)) is not None:
-        yield problem

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from ..api import EPDDeployment, Instance
 from ..roles import roles_of
-from ..wire import unsupported_kv
 
 
 def refusals(deployment: EPDDeployment, *, own_store: bool) -> list[str]:
@@ -16,9 +15,7 @@ def _of_spec(deployment: EPDDeployment) -> Iterator[str]:
     spec = deployment.spec
     if spec.paused:
         yield "spec.paused: is true, so there is nothing to start; remove it"
-    if (problem := unsupported_kv(spec)) is not None:
-        yield problem
-    elif spec.kv_transfer_type == "sharedStorage" and spec.ec_store.shared_storage is None:
+    if spec.kv_transfer_type == "sharedStorage" and spec.ec_store.shared_storage is None:
         yield "spec.kvTransfer.type: sharedStorage needs files: give `ecStore.sharedStorage`"
 
 

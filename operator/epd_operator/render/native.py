@@ -1,6 +1,7 @@
 """This project's own engine in a pod."""
 
 import re
+from typing import Any
 
 from ..api import EPDDeployment, Role
 from ..roles import TRAITS
@@ -12,13 +13,15 @@ from .transfers import transfer_flags
 
 _CUDA_DEVICES = re.compile(r"(nvidia\.com/(gpu|mig-).*|amd\.com/gpu)")
 
+_POD_IP: dict[str, Any] = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+
 
 def native_process(deployment: EPDDeployment, name: str, role: Role, images: Images) -> EngineProcess:
     """The engine of one role. Raises RenderError."""
     return EngineProcess(
         image=deployment.spec.engine.image or images.engine,
         command=_command(deployment, name, role),
-        env=(),
+        env=[_POD_IP] if _has_peers(deployment, name) else [],
         probes={
             # /health answers while the model loads, so it would end the startup phase too soon for a budget.
             "startupProbe": startup_probe("/ready", role),
@@ -37,4 +40,11 @@ def _command(deployment: EPDDeployment, name: str, role: Role) -> list[str]:
         command += ["--revision", model.revision]
     if any(_CUDA_DEVICES.fullmatch(device) for device in devices_of(role)):
         command += ["--device", "cuda"]
-    return command + transfer_flags(deployment, TRAITS[name])
+    # kubelet puts the address in.
+    kv_ip = f"$({_POD_IP['name']})" if _has_peers(deployment, name) else None
+    return command + transfer_flags(deployment, TRAITS[name], kv_ip)
+
+
+def _has_peers(deployment: EPDDeployment, name: str) -> bool:
+    """Whether other engines talk to this role."""
+    return TRAITS[name].kv_role is not None and deployment.spec.kv_transfer_type == "nixl"

@@ -7,14 +7,14 @@ from .errors import RenderError
 from .store import Mount, memory_mount, storage_mount, store_places
 
 
-def transfer_flags(deployment: EPDDeployment, traits: RoleTraits) -> list[str]:
-    """The flags of a role for both transfers. Raises RenderError."""
+def transfer_flags(deployment: EPDDeployment, traits: RoleTraits, kv_ip: str | None = None) -> list[str]:
+    """The flags of a role for both transfers, as `wire` has them. Raises RenderError."""
     spec = deployment.spec
     if spec.kv_transfer_type == "sharedStorage" and spec.ec_store.shared_storage is None:
         raise RenderError(
             "spec.kvTransfer.type", "sharedStorage needs a volume: give `ecStore.sharedStorage`"
         )
-    return wire.transfer_flags(spec, traits, store_places(deployment))
+    return wire.transfer_flags(spec, traits, store_places(deployment), kv_ip)
 
 
 def transfer_mounts(deployment: EPDDeployment, traits: RoleTraits) -> list[Mount]:

@@ -176,11 +176,6 @@ def test_a_paused_resource_is_left_alone(world: World, shared_operator: Operator
     ("change", "reason", "words"),
     [
         ({"roles": {"prefill": {}, "decode": {}}}, "InvalidSpec", "spec.roles: takes `pd`, or"),
-        (
-            {"roles": {"pd": None, "prefill": {}, "decode": {}}, "kvTransfer": {"type": "nixl"}},
-            "NotSupportedYet",
-            "spec.kvTransfer.type: nixl does not run yet",
-        ),
         ({"engine": {"type": "vllm"}}, "InvalidSpec", "spec.engine.image: there is no image of vLLM"),
         # Else the claim would be pruned, with all that is in it.
         (

@@ -154,6 +154,17 @@ def test_prefill_and_decode_share_a_directory_beside_the_store() -> None:
     assert port_count(wanted) == 5
 
 
+def test_kv_crosses_by_memory_where_nixl_is_asked_for() -> None:
+    plan = planned(deployment(roles=SPLIT, kvTransfer={"type": "nixl", "extraConfig": {"lease_seconds": 5}}))
+    told = [
+        json.loads(one.argv[one.argv.index("--kv-transfer-config") + 1])
+        for one in plan.processes
+        if "--kv-transfer-config" in one.argv
+    ]
+    kv = {"kv_connector": "NixlKVConnector", "kv_connector_extra_config": {"lease_seconds": 5}}
+    assert told == [{**kv, "kv_role": "kv_producer"}, {**kv, "kv_role": "kv_consumer"}]
+
+
 def test_vllm_runs_in_its_own_environment_with_our_connector_before_it() -> None:
     wanted = deployment(engine={"type": "vllm"}, roles={**SPLIT, "decode": {"replicas": 2}})
     plan = planned(
@@ -182,14 +193,6 @@ def test_vllm_runs_in_its_own_environment_with_our_connector_before_it() -> None
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (
-            {"roles": SPLIT, "kvTransfer": {"type": "nixl"}},
-            "spec.kvTransfer.type: nixl does not run yet; use sharedStorage",
-        ),
-        (
-            {"roles": SPLIT, "ecStore": {"sharedMemory": {}}},
-            "spec.kvTransfer.type: without files it is nixl, which does not run yet",
-        ),
         (
             {
                 "roles": SPLIT,

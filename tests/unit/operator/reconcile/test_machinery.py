@@ -194,16 +194,6 @@ def test_a_resource_is_read_whatever_else_the_api_server_keeps_with_it() -> None
         (_resource(None), "InvalidSpec", "spec: must be a mapping"),
         (_resource(SPEC, "a.b"), "InvalidSpec", "metadata.name: must match"),
         (
-            _resource(SPEC | SPLIT | {"kvTransfer": {"type": "nixl"}}),
-            "NotSupportedYet",
-            "spec.kvTransfer.type: nixl does not run yet; use sharedStorage",
-        ),
-        (
-            _resource(SPEC | SPLIT | {"ecStore": {"sharedMemory": {}}}),
-            "NotSupportedYet",
-            "spec.kvTransfer.type: without files it is nixl, which does not run yet; give",
-        ),
-        (
             _resource(SPEC | {"ecStore": {"sharedStorage": {"existingClaim": "demo-store"}}}),
             "InvalidSpec",
             "spec.ecStore.sharedStorage.existingClaim: demo-store is the name of the claim that the operator",
@@ -217,9 +207,18 @@ def test_a_resource_that_is_refused_says_why(resource: dict[str, Any], reason: s
     assert any(line in one for one in caught.value.lines)
 
 
-@pytest.mark.parametrize("kv", [{}, {"kvTransfer": {}}, {"kvTransfer": {"type": "sharedStorage"}}])
-def test_prefill_and_decode_are_carried_out(kv: dict[str, Any]) -> None:
-    assert read(_resource(SPEC | SPLIT | kv), {}).spec.kv_transfer_type == "sharedStorage"
+@pytest.mark.parametrize(
+    ("kv", "kind"),
+    [
+        ({}, "sharedStorage"),
+        ({"kvTransfer": {}}, "sharedStorage"),
+        ({"kvTransfer": {"type": "sharedStorage"}}, "sharedStorage"),
+        ({"kvTransfer": {"type": "nixl"}}, "nixl"),
+        ({"ecStore": {"sharedMemory": {}}}, "nixl"),
+    ],
+)
+def test_prefill_and_decode_are_carried_out(kv: dict[str, Any], kind: str) -> None:
+    assert read(_resource(SPEC | SPLIT | kv), {}).spec.kv_transfer_type == kind
 
 
 @pytest.mark.parametrize("store", [{"sharedMemory": {}}, {"sharedMemory": {}, "sharedStorage": {}}])
