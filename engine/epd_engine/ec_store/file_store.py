@@ -39,6 +39,7 @@ from epd_engine.ec_store.layout import (
     check_namespace,
     read_into,
     read_start,
+    read_whole,
     refresh_directory,
 )
 from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
@@ -46,6 +47,7 @@ from epd_engine.ec_store.mounts import MEMORY_TYPES, filesystem_type
 Verify = Literal["always", "sample", "never"]
 SAMPLE_EVERY = 16  # under `sample`, the first load of a store object and every 16th after it
 HEADER_ALLOWANCE = 1024  # bytes charged for an entry's header
+TOUCH_SECONDS = 1.0  # how exactly the time of an entry's last use is known
 VERIFY_CHUNK = 1 << 20  # bytes read and then checked while the processor still has them
 
 # Seconds before each look that follows a failed one, on a volume whose view may be old.
@@ -87,6 +89,7 @@ class FileStore:
         self._verify: Verify = verify if isinstance(verify, str) else "always" if verify else "never"
         self._touch, self._foreign = touch, accept_foreign
         self._loads = count()
+        self._start_bytes = 8  # in front of the payload, in the entry that was read last
         self._credit = WriterCredit(root)
 
     def path(self, key: str) -> Path:
@@ -130,11 +133,15 @@ class FileStore:
         """
 
         verify = self._verifies()
+        shape, dtype = (expected.num_embeds, expected.width), expected.dtype
 
         def read(descriptor: int) -> torch.Tensor:
-            header, offset = self._header(descriptor, expected)
-            tensor = _empty(header, device) if into is None else _fitting(into, header)
-            _fill(payload_view(tensor), descriptor, offset, header, verify)
+            tensor = None if dtype is None else _room(shape, dtype, device, into)
+            if tensor is None or not self._load_whole(descriptor, expected, payload_view(tensor), verify):
+                header, offset = self._header(descriptor, expected)
+                tensor = _room(header.shape, header.dtype, device, into) if tensor is None else tensor
+                _fill(payload_view(tensor), descriptor, offset, header, verify)
+                self._start_bytes = offset
             if self._touch:
                 _mark_used(descriptor)
             return tensor
@@ -201,6 +208,22 @@ class FileStore:
         expected.check(header)
         return header, offset
 
+    def _load_whole(self, descriptor: int, expected: Expectation, payload: memoryview, verify: bool) -> bool:
+        """Whether all of the entry could be read at once, as it can where its header is as long as the last
+        one's: they nearly always are. What is checked afterwards in one piece must not be too large."""
+        if verify and len(payload) > VERIFY_CHUNK:
+            return False
+        start = bytearray(self._start_bytes)
+        file_bytes = read_whole(descriptor, start, payload)
+        if file_bytes is None:
+            return False
+        header, _ = _parsed(bytes(start), file_bytes, self._foreign)
+        expected.check(header)
+        if verify and not header.foreign:
+            _need_checksum(header)
+            _compare(xxhash.xxh3_128_hexdigest(payload), header)
+        return True
+
     def _verifies(self) -> bool:
         if self._verify == "sample":
             return next(self._loads) % SAMPLE_EVERY == 0
@@ -245,22 +268,21 @@ def _parsed(start: bytes, file_bytes: int, foreign: bool) -> tuple[EntryHeader, 
     return decode_header(memoryview(start), file_bytes, foreign=foreign)
 
 
-def _empty(header: EntryHeader, device: torch.device) -> torch.Tensor:
-    # Pinned for a GPU: torch keeps such memory, and copies from it without one more copy in the driver.
-    return torch.empty(header.shape, dtype=header.dtype, pin_memory=device.type == "cuda")
-
-
-def _fitting(into: torch.Tensor, header: EntryHeader) -> torch.Tensor:
-    """`into`, or its first bytes, as a tensor of the entry's shape and dtype."""
+def _room(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, into: torch.Tensor | None
+) -> torch.Tensor:
+    """A tensor of the entry's shape and dtype on the CPU: a new one, or `into`, or its first bytes."""
+    if into is None:
+        # Pinned for a GPU: torch keeps such memory, and copies from it without one more copy in the driver.
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
     if into.device.type != "cpu" or not into.is_contiguous():
         raise ValueError("the tensor to load into must be a contiguous one on the CPU")
-    if into.dtype == header.dtype and into.shape == header.shape:
+    if into.dtype == dtype and into.shape == shape:
         return into
-    if into.dtype == torch.uint8 and into.numel() >= header.payload_bytes:
-        return into.view(-1)[: header.payload_bytes].view(header.dtype).view(header.shape)
-    raise ValueError(
-        f"an entry of {header.shape} {header.dtype} does not go into {tuple(into.shape)} {into.dtype}"
-    )
+    nbytes = shape[0] * shape[1] * dtype.itemsize
+    if into.dtype == torch.uint8 and into.numel() >= nbytes:
+        return into.view(-1)[:nbytes].view(dtype).view(shape)
+    raise ValueError(f"an entry of {shape} {dtype} does not go into {tuple(into.shape)} {into.dtype}")
 
 
 def _fill(payload: memoryview, descriptor: int, offset: int, header: EntryHeader, verify: bool) -> None:
@@ -273,7 +295,11 @@ def _fill(payload: memoryview, descriptor: int, offset: int, header: EntryHeader
         part = payload[at : at + VERIFY_CHUNK]
         read_into(descriptor, part, offset + at)
         digest.update(part)
-    if digest.hexdigest() != header.checksum:
+    _compare(digest.hexdigest(), header)
+
+
+def _compare(digest: str, header: EntryHeader) -> None:
+    if digest != header.checksum:
         raise EntryDamaged("the payload does not match its checksum")
 
 
@@ -284,6 +310,8 @@ def _need_checksum(header: EntryHeader) -> None:
 
 def _mark_used(descriptor: int) -> None:
     try:
-        os.utime(descriptor)  # to "now": that needs write permission only, not ownership
+        # Whoever used it a moment ago has said so. Clocks may differ: then it is said each time.
+        if abs(time.time() - os.fstat(descriptor).st_mtime) > TOUCH_SECONDS:
+            os.utime(descriptor)  # to "now": that needs write permission only, not ownership
     except OSError:
         return  # read-only mount or gone: recency is only a hint

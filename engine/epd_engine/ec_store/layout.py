@@ -97,6 +97,17 @@ def read_start(descriptor: int) -> tuple[bytes, int]:
     return start[:needed], file_bytes
 
 
+def read_whole(descriptor: int, start: bytearray, payload: memoryview) -> int | None:
+    """The file's length, where it is just as long as header and payload, and `start` and `payload` are filled.
+
+    None: it is something else, and what they hold is anything.
+    """
+    file_bytes = os.fstat(descriptor).st_size
+    if file_bytes != len(start) + len(payload) or os.preadv(descriptor, [start, payload], 0) != file_bytes:
+        return None
+    return file_bytes if 8 + int.from_bytes(start[:8], "little") == len(start) else None
+
+
 def read_into(descriptor: int, payload: memoryview, offset: int) -> None:
     """Fills `payload` from `offset` on. Raises `EntryDamaged` when the file ends before."""
     # Read, not mapped: it is one copy either way, and a file that shrinks or goes meanwhile is a short read
