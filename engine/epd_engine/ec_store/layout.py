@@ -98,7 +98,7 @@ def read_start(descriptor: int) -> tuple[bytes, int]:
 
 
 def read_whole(descriptor: int, start: bytearray, payload: memoryview) -> int | None:
-    """The file's length, where it is just as long as header and payload, and `start` and `payload` are filled.
+    """The file's length, where it is as long as header and payload; then `start` and `payload` are filled.
 
     None: it is something else, and what they hold is anything.
     """
