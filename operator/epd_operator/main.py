@@ -61,6 +61,7 @@ def _options(given: argparse.Namespace) -> Options:
         tick_s=given.tick,
         stall_s=given.stall,
         usage_interval_s=given.usage_interval,
+        prometheus_address=given.prometheus_address,
     )
 
 
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a Secret in the resource's namespace; may be given more than once",
     )
+    add("--prometheus-address", metavar="URL", help="where KEDA finds Prometheus")
     add("--tick", type=float, default=60.0, metavar="SECONDS", help="look at every resource this often")
     add("--stall", type=float, default=150.0, metavar="SECONDS", help="unhealthy when stuck for this long")
     add(

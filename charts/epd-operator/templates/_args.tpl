@@ -11,6 +11,9 @@
 {{- range .Values.image.pullSecrets }}
 - --image-pull-secret={{ . }}
 {{- end }}
+{{- with .Values.autoscaling.prometheusAddress }}
+- --prometheus-address={{ . }}
+{{- end }}
 - --metrics-port={{ .Values.metrics.port }}
 - --health-port={{ .Values.health.port }}
 - --log-level={{ .Values.logLevel }}

@@ -26,6 +26,23 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{- define "epd-operator.adapterName" -}}
+{{- printf "%s-metrics-adapter" (include "epd-operator.fullname" . | trunc 47 | trimSuffix "-") }}
+{{- end }}
+
+{{- define "epd-operator.adapterSelector" -}}
+app.kubernetes.io/name: {{ include "epd-operator.name" . | trunc 47 | trimSuffix "-" }}-metrics-adapter
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "epd-operator.adapterLabels" -}}
+{{ include "epd-operator.adapterSelector" . }}
+app.kubernetes.io/component: metrics-adapter
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
 {{- define "epd-operator.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "epd-operator.fullname" .) .Values.serviceAccount.name }}

@@ -29,6 +29,10 @@
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: *children
+# Where KEDA scales a role.
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: *children
 # What it reads to say why something does not come up.
 - apiGroups: [""]
   resources: [pods]

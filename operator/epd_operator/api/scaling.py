@@ -142,7 +142,7 @@ class Autoscaling(Part):
     """Replicas that follow load."""
 
     min_replicas: Annotated[int, Field(ge=0, le=1000)] = 1
-    """The fewest replicas."""
+    """The fewest replicas; 0 for encoders only, and where the cluster's autoscaler can do that."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)]
     """The most replicas."""
     provider: Literal["builtin", "prometheus-adapter", "keda", "resource"] = "builtin"
@@ -160,5 +160,16 @@ class Autoscaling(Part):
                 "order",
                 "minReplicas ({low}) must not be more than maxReplicas ({high})",
                 {"low": self.min_replicas, "high": self.max_replicas},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_woken(self) -> Self:
+        told_from_outside = not self.metrics or any(metric.type == "External" for metric in self.metrics)
+        if self.min_replicas == 0 and (self.provider == "resource" or not told_from_outside):
+            raise PydanticCustomError(
+                "wake",
+                "minReplicas 0 needs a metric that is there without pods: another provider than resource, "
+                "and of metrics that are given one of type External",
             )
         return self

@@ -188,3 +188,13 @@ class Roles(Part):
                 "roles", "needs `pd`, or `prefill` and `decode` (one with all defaults is written `pd: {{}}`)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _encoders_alone_sleep(self) -> Self:
+        for role in (self.pd, self.prefill, self.decode):
+            if role is not None and role.autoscaling is not None and role.autoscaling.min_replicas == 0:
+                raise PydanticCustomError(
+                    "sleep",
+                    "minReplicas 0 is for encoders: without pd, prefill or decode nothing is answered",
+                )
+        return self

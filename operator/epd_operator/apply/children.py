@@ -8,7 +8,7 @@ from typing import Any
 from ..status.parts import Problem
 from .api import Api, ApiError
 from .diff import REPLICAS_MANAGER
-from .kinds import Kind
+from .kinds import SCALERS, Kind
 from .ownership import Owner, Ownership, ownership
 from .plan import Plan, Ref, collision, ref_of
 
@@ -17,7 +17,7 @@ Object = dict[str, Any]
 NAME_TAKEN = "NameTaken"
 APPLY_FAILED = "ApplyFailed"
 # They make pods and replicas, for which all else must be there.
-_LAST = frozenset({"Deployment", "HorizontalPodAutoscaler"})
+_LAST = SCALERS | {"Deployment"}
 
 
 @dataclass
@@ -39,6 +39,9 @@ class Children:
     async def carry_out(self, plan: Plan, known: Mapping[Ref, Object], owner: Owner) -> Outcome:
         """Makes, changes and deletes what the plan says; `known` are the children that were planned with."""
         outcome = Outcome(problems=[Problem(NAME_TAKEN, words) for words in plan.refused])
+        # Who may no longer scale ends before somebody else begins to.
+        scalers = [found for found in plan.delete if found["kind"] in SCALERS]
+        await asyncio.gather(*(self._delete(found, outcome) for found in scalers))
         kept_back = await self._hand_over(plan.hand_over, outcome)
         writable = [manifest for manifest in plan.apply if ref_of(manifest) not in kept_back]
         for last in (False, True):
@@ -46,7 +49,8 @@ class Children:
             await asyncio.gather(
                 *(self._write(manifest, ref_of(manifest) in known, owner, outcome) for manifest in wave)
             )
-        await asyncio.gather(*(self._delete(found, outcome) for found in plan.delete))
+        others = [found for found in plan.delete if found["kind"] not in SCALERS]
+        await asyncio.gather(*(self._delete(found, outcome) for found in others))
         return outcome
 
     def _path(self, manifest: Mapping[str, Any]) -> str:

@@ -59,8 +59,12 @@ def child_kinds(versions: ServedVersions) -> tuple[Kind, ...]:
         DEPLOYMENT,
         Kind(versions.policy, "PodDisruptionBudget", "poddisruptionbudgets"),
         Kind(versions.autoscaling, "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
+        *([Kind(versions.keda, "ScaledObject", "scaledobjects")] if versions.keda else []),
     )
 
+
+SCALERS = frozenset({"HorizontalPodAutoscaler", "ScaledObject"})
+"""Kinds of children that write replicas."""
 
 # Newest first.
 _KNOWN = {
@@ -68,6 +72,7 @@ _KNOWN = {
     "policy": ("policy/v1", "policy/v1beta1"),
     "discovery": ("discovery.k8s.io/v1", "discovery.k8s.io/v1beta1"),
 }
+_KEDA = "keda.sh/v1alpha1"
 
 
 def choose_versions(groups: Iterable[Manifest]) -> ServedVersions:
@@ -82,4 +87,4 @@ def choose_versions(groups: Iterable[Manifest]) -> ServedVersions:
         if version is None:
             raise UnservedError(f"the API server serves none of {', '.join(known)}")
         chosen[name] = version
-    return ServedVersions(**chosen)
+    return ServedVersions(**chosen, keda=_KEDA if _KEDA in served else None)

@@ -157,6 +157,21 @@ _OF_A_DOCUMENT = (
         "minReplicas must not be more than maxReplicas",
     ),
     Rule(
+        tuple(f"{role}.autoscaling" for role in _ROLES),
+        "self.minReplicas > 0 || (self.provider != 'resource' && (!has(self.metrics)"
+        " || size(self.metrics) == 0 || self.metrics.exists(metric, metric.type == 'External')))",
+        "minReplicas 0 needs a metric that is there without pods: another provider than resource, and of"
+        " metrics that are given one of type External",
+    ),
+    Rule(
+        ("spec.roles",),
+        " && ".join(
+            f"!(has(self.{role}) && has(self.{role}.autoscaling) && self.{role}.autoscaling.minReplicas == 0)"
+            for role in ("pd", "prefill", "decode")
+        ),
+        "minReplicas 0 is for encoders: without pd, prefill or decode nothing is answered",
+    ),
+    Rule(
         _METRICS,
         _exactly_the_one_named({"resource": "Resource", "pods": "Pods", "external": "External"}),
         "takes the field that its type names (resource, pods or external) and no other source",

@@ -46,6 +46,8 @@ class Options:
     stall_s: float
     usage_interval_s: float
     """Between two looks at how full a store is."""
+    prometheus_address: str | None = None
+    """For KEDA."""
 
 
 class Operator:
@@ -79,7 +81,9 @@ class Operator:
             )
             self._access.listen(watches)
             # The chart tells a pod its namespace, in which the Lease lies too.
-            context = RenderContext(versions, options.images, options.lease_namespace)
+            context = RenderContext(
+                versions, options.images, options.lease_namespace, options.prometheus_address
+            )
             usage = UsagePoller(self._cache, self._metrics, options.usage_interval_s, self._queue.add)
             reconciler = Reconciler(self._cache, api, context, usage.latest)
             watching = kopf.operator(

@@ -85,12 +85,12 @@ class MetricsAdapter:
         runner = web.AppRunner(metrics_api.application(), access_log=None)
         await runner.setup()
         try:
+            await web.TCPSite(runner, port=options.port, ssl_context=self._tls.context).start()
             async with (
                 serving(options.health_port, health_routes(list, unready)),
                 serving(options.metrics_port, metrics_routes(self._registry)),
                 asyncio.TaskGroup() as group,
             ):
-                await web.TCPSite(runner, port=options.port, ssl_context=self._tls.context).start()
                 group.create_task(watch.run())
                 group.create_task(self._scrape_once_listed(watch, scraper))
                 group.create_task(self._keep_trusted(api, authority))
@@ -129,6 +129,6 @@ class MetricsAdapter:
             names = [where, f"{where}.cluster.local"]
             self._serving = sign(authority, names, now, timedelta(seconds=options.certificate_s))
             self._signed_by = authority
-            log.info("a new serving certificate", extra={"name": where})
+            log.info("a new serving certificate", extra={"made_out_to": where})
         self._tls.use(self._serving, front.authority)
         self._front = front

@@ -52,6 +52,6 @@ def render(deployment: EPDDeployment, context: RenderContext) -> list[dict[str, 
         proxy_deployment(deployment, context.images),
         janitor_deployment(deployment, context.images),
         *disruption_budgets(deployment, context.versions),
-        *autoscalers(deployment, context.versions),
+        *autoscalers(deployment, context),
     ]
     return [by_field_name(manifest) for manifest in manifests]

@@ -1,69 +1,100 @@
-"""HorizontalPodAutoscalers of the roles that scale by load."""
+"""Who scales the roles that scale by load: HorizontalPodAutoscalers, or KEDA's ScaledObjects."""
 
 from typing import Any
 
 from ..api import EPDDeployment
 from ..api.names import child_name
 from ..api.scaling import Autoscaling, Behavior, Metric
+from ..metrics_adapter.signals import WAKE, WAKE_FULL, own_signals
 from ..roles import roles_of
-from .context import ServedVersions
+from .context import RenderContext
 from .errors import RenderError
+from .keda import triggers
 from .labels import child
 from .quantities import canonical_quantity
 
-OWN_SIGNALS = {
-    "encoder": ("epd_encoder_queued_media_tokens", 4096),
-    "pd": ("epd_pd_running_requests", 8),
-    "prefill": ("epd_prefill_queued_prompt_tokens", 8192),
-    "decode": ("epd_pd_running_requests", 8),
-}
-"""Of each role the metric that says how full a replica is, and its mean per pod that is held."""
 CPU_UTILIZATION = 80
 """Percent of the request that is held where only CPU and memory are known."""
 
 _QUANTITIES = frozenset({"averageValue", "value", "tolerance"})
 
 
-def autoscalers(deployment: EPDDeployment, versions: ServedVersions) -> list[dict[str, Any]]:
-    """An autoscaler for each role with `autoscaling`. Raises RenderError."""
+def autoscalers(deployment: EPDDeployment, context: RenderContext) -> list[dict[str, Any]]:
+    """A scaler for each role with `autoscaling`. Raises RenderError."""
     return [
-        _autoscaler(deployment, name, role.autoscaling, versions.autoscaling)
+        _scaled_object(deployment, name, role.autoscaling, context)
+        if role.autoscaling.provider == "keda"
+        else _autoscaler(deployment, name, role.autoscaling, context.versions.autoscaling)
         for name, role in roles_of(deployment)
         if role.autoscaling is not None
     ]
 
 
 def _autoscaler(deployment: EPDDeployment, role: str, scaling: Autoscaling, version: str) -> dict[str, Any]:
-    if scaling.provider == "keda":
-        raise RenderError(
-            f"spec.roles.{role}.autoscaling.provider",
-            "keda is not rendered yet; remove `autoscaling` and let your own ScaledObject scale the role",
-        )
-    target = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "name": child_name(deployment.metadata.name, role),
-    }
     manifest = child(deployment, version, "HorizontalPodAutoscaler", role, role)
     manifest["spec"] = {
-        "scaleTargetRef": target,
+        "scaleTargetRef": _target(deployment, role),
         "minReplicas": scaling.min_replicas,
         "maxReplicas": scaling.max_replicas,
-        "metrics": [_canonical(_dumped(metric)) for metric in scaling.metrics]
-        or [_default_metric(role, scaling.provider)],
+        "metrics": _metrics(deployment, role, scaling),
     }
     if scaling.behavior is not None and (behavior := _behavior(scaling.behavior, version)):
         manifest["spec"]["behavior"] = behavior
     return manifest
 
 
-def _default_metric(role: str, provider: str) -> dict[str, Any]:
-    if provider == "resource":
+def _scaled_object(
+    deployment: EPDDeployment, role: str, scaling: Autoscaling, context: RenderContext
+) -> dict[str, Any]:
+    path = f"spec.roles.{role}.autoscaling.provider"
+    if context.versions.keda is None:
+        raise RenderError(path, "keda is not installed in this cluster (it was not when the operator began)")
+    if context.prometheus_address is None:
+        raise RenderError(
+            path, "keda asks Prometheus, and the operator was not told where that is (--prometheus-address)"
+        )
+    manifest = child(deployment, context.versions.keda, "ScaledObject", role, role)
+    manifest["spec"] = {
+        "scaleTargetRef": _target(deployment, role),
+        "minReplicaCount": scaling.min_replicas,
+        "maxReplicaCount": scaling.max_replicas,
+        "triggers": triggers(
+            deployment, role, _metrics(deployment, role, scaling), context.prometheus_address
+        ),
+    }
+    if scaling.behavior is not None and (behavior := _behavior(scaling.behavior, "autoscaling/v2")):
+        manifest["spec"]["advanced"] = {"horizontalPodAutoscalerConfig": {"behavior": behavior}}
+    return manifest
+
+
+def _target(deployment: EPDDeployment, role: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": child_name(deployment.metadata.name, role),
+    }
+
+
+def _metrics(deployment: EPDDeployment, role: str, scaling: Autoscaling) -> list[dict[str, Any]]:
+    """What to scale on, in the shape of HorizontalPodAutoscaler v2."""
+    if scaling.metrics:
+        return [_canonical(_dumped(metric)) for metric in scaling.metrics]
+    if scaling.provider == "resource":
         target = {"type": "Utilization", "averageUtilization": CPU_UTILIZATION}
-        return {"type": "Resource", "resource": {"name": "cpu", "target": target}}
-    metric, mean = OWN_SIGNALS[role]
-    held = {"type": "AverageValue", "averageValue": canonical_quantity(mean)}
-    return {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
+        return [{"type": "Resource", "resource": {"name": "cpu", "target": target}}]
+    metrics = [
+        {"type": "Pods", "pods": {"metric": {"name": signal.name}, "target": _mean(mean)}}
+        for signal, mean in own_signals(deployment.spec.engine.type, role)
+    ]
+    if scaling.min_replicas == 0:
+        selector = {"matchLabels": {"deployment": deployment.metadata.name}}
+        wake = {"metric": {"name": WAKE, "selector": selector}, "target": _mean(WAKE_FULL)}
+        metrics.append({"type": "External", "external": wake})
+    return metrics
+
+
+def _mean(held: float) -> dict[str, Any]:
+    return {"type": "AverageValue", "averageValue": canonical_quantity(held)}
 
 
 def _behavior(behavior: Behavior, version: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ class ServedVersions:
     """Or `policy/v1beta1`."""
     discovery: str = "discovery.k8s.io/v1"
     """Or `discovery.k8s.io/v1beta1`. No child is of this group; the proxy reads it."""
+    keda: str | None = None
+    """`keda.sh/v1alpha1` where KEDA is installed."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,5 @@ class RenderContext:
     images: Images
     operator_namespace: str | None = None
     """Where the operator's pods are; None where it does not know, because it runs outside a cluster."""
+    prometheus_address: str | None = None
+    """Where KEDA finds Prometheus; None where nobody has said."""

@@ -12,7 +12,7 @@ from .proxy import COMPONENT as PROXY
 from .serving import ACCOUNT as ENGINE
 
 OPERATOR_LABEL = "epd.dev/operator"
-"""`true` on the operator's own pods."""
+"""`true` on the operator's own pods and the metrics adapter's."""
 METRICS_LABEL = "epd.dev/metrics"
 """`true` on namespaces whose pods may collect metrics."""
 _NETWORKING = "networking.k8s.io/v1"
@@ -26,14 +26,14 @@ def disruption_budgets(deployment: EPDDeployment, versions: ServedVersions) -> l
 
 
 def network_policies(deployment: EPDDeployment, operator_namespace: str | None) -> list[dict[str, Any]]:
-    """Engines are reached by the proxy, the janitor by the operator, both by metrics collectors; the proxy by
-    all. What pods reach is left open.
+    """Engines are reached by the proxy and the operator, who asks for their metrics, the janitor by the
+    operator, both by metrics collectors; the proxy by all. What pods reach is left open.
 
     Probes come from the pod's own node, which these policies do not keep out. A user's own policies
     add to these.
     """
     return [
-        _engine_policy(deployment),
+        _engine_policy(deployment, operator_namespace),
         _proxy_policy(deployment),
         _janitor_policy(deployment, operator_namespace),
     ]
@@ -51,11 +51,13 @@ def _disruption_budget(deployment: EPDDeployment, component: str, version: str) 
     return manifest
 
 
-def _engine_policy(deployment: EPDDeployment) -> dict[str, Any]:
+def _engine_policy(deployment: EPDDeployment, operator_namespace: str | None) -> dict[str, Any]:
     name = deployment.metadata.name
     roles = [role for role, _ in roles_of(deployment)]
     proxies = {"podSelector": {"matchLabels": selector(name, PROXY)}}
-    ingress: list[dict[str, Any]] = [{"from": [proxies, _collectors()], "ports": [_http_port()]}]
+    ingress: list[dict[str, Any]] = [
+        {"from": [proxies, _operators(operator_namespace), _collectors()], "ports": [_http_port()]}
+    ]
     if deployment.spec.kv_transfer_type == "nixl":
         # NIXL's handshake and data go straight between the two roles, by ports that it picks.
         ends = [role for role in roles if TRAITS[role].kv_role is not None]
@@ -80,19 +82,19 @@ def _proxy_policy(deployment: EPDDeployment) -> dict[str, Any]:
 
 
 def _janitor_policy(deployment: EPDDeployment, operator_namespace: str | None) -> dict[str, Any]:
-    operators = {
-        "podSelector": {"matchLabels": {OPERATOR_LABEL: "true"}},
-        "namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: operator_namespace}}
-        if operator_namespace is not None
-        else {},
-    }
     manifest = child(deployment, _NETWORKING, "NetworkPolicy", JANITOR, JANITOR)
     manifest["spec"] = {
         "podSelector": {"matchLabels": selector(deployment.metadata.name, JANITOR)},
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": [operators, _collectors()], "ports": [_http_port()]}],
+        "ingress": [{"from": [_operators(operator_namespace), _collectors()], "ports": [_http_port()]}],
     }
     return manifest
+
+
+def _operators(namespace: str | None) -> dict[str, Any]:
+    """The operator's pods and the metrics adapter's."""
+    where = {} if namespace is None else {"matchLabels": {_NAMESPACE_LABEL: namespace}}
+    return {"podSelector": {"matchLabels": {OPERATOR_LABEL: "true"}}, "namespaceSelector": where}
 
 
 def _collectors() -> dict[str, Any]:

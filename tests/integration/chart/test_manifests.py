@@ -12,6 +12,7 @@ import yaml
 from epd_operator.crd.definition import custom_resource_definition
 from epd_operator.crd.levels import CelLevel
 from epd_operator.main import _parser
+from epd_operator.metrics_adapter.options import adapter_options
 from epd_operator.render.policies import OPERATOR_LABEL
 from tests.integration.chart.programs import CHART, REPOSITORY, Helm, ProgramError
 
@@ -36,7 +37,13 @@ EVERYTHING: dict[str, Any] = {
     "extraArgs": ["--x=1"],
     "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
     "serviceAccount": {"annotations": {"a": "b"}},
-    "metrics": {"port": 9090, "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "metrics": {
+        "port": 9090,
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "podMonitor": {"enabled": True},
+    },
+    "metricsAdapter": {"enabled": True, "apis": ["custom"], "extraArgs": ["--interval=2"]},
+    "autoscaling": {"prometheusAddress": "http://prometheus.monitoring:9090"},
     "podAnnotations": {"a": "b"},
     "podLabels": {"team": "x", "epd.dev/operator": "no", "app.kubernetes.io/instance": "never"},
     "priorityClassName": "high",
@@ -121,7 +128,7 @@ def test_every_manifest_fits_kubernetes_own_schemas(
     offline_helm: Helm, values: dict[str, Any], version: str
 ) -> None:
     for (kind, name), manifest in render(offline_helm, values, version).items():
-        if kind == "ServiceMonitor":
+        if kind in ("ServiceMonitor", "PodMonitor"):
             continue
         try:
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -218,6 +225,59 @@ def test_the_operator_understands_its_command_line(offline_helm: Helm, values: d
     given = _parser().parse_args(container["args"])
     assert given.leader_election
     assert given.namespaces == values.get("watchNamespaces", [])
+
+
+def adapter(manifests: Manifests) -> dict[str, Any]:
+    spec: dict[str, Any] = manifests["Deployment", "epd-epd-operator-metrics-adapter"]["spec"]
+    return spec
+
+
+def test_the_metrics_adapter_is_there_when_it_is_wanted(offline_helm: Helm) -> None:
+    assert not [name for _, name in render(offline_helm) if "metrics-adapter" in name]
+    manifests = render(offline_helm, {"metricsAdapter": {"enabled": True}})
+    services = {name for kind, name in manifests if kind == "APIService"}
+    assert services == {
+        "v1beta1.custom.metrics.k8s.io",
+        "v1beta2.custom.metrics.k8s.io",
+        "v1beta1.external.metrics.k8s.io",
+    }
+    template = adapter(manifests)["template"]
+    labels = template["metadata"]["labels"]
+    assert labels[OPERATOR_LABEL] == "true", "by which engines let it in"
+    assert (
+        manifests["Service", "epd-epd-operator-metrics-adapter"]["spec"]["selector"].items() <= labels.items()
+    )
+    assert not manifests["Service", "epd-epd-operator"]["spec"]["selector"].items() <= labels.items()
+    assert template["spec"]["securityContext"] == operator(manifests)["securityContext"]
+
+
+def test_another_server_of_the_metrics_apis_keeps_what_it_has(offline_helm: Helm) -> None:
+    manifests = render(offline_helm, EVERYTHING)
+    assert not [name for kind, name in manifests if kind == "APIService" and "external" in name]
+    (rule,) = [
+        rule
+        for rule in manifests["ClusterRole", "epd-epd-operator-metrics-adapter"]["rules"]
+        if rule["resources"] == ["apiservices"]
+    ]
+    assert rule["resourceNames"] == ["v1beta2.custom.metrics.k8s.io", "v1beta1.custom.metrics.k8s.io"]
+
+
+@pytest.mark.parametrize("values", [{"metricsAdapter": {"enabled": True}}, EVERYTHING], ids=["all", "some"])
+def test_the_metrics_adapter_understands_its_command_line(
+    offline_helm: Helm, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (container,) = adapter(render(offline_helm, values))["template"]["spec"]["containers"]
+    monkeypatch.setenv("POD_NAMESPACE", "epd-system")
+    options = adapter_options(_parser().parse_args(container["args"]))
+    apis = values["metricsAdapter"].get("apis", ["custom", "external"])
+    assert options.groups == tuple(f"{one}.metrics.k8s.io" for one in apis)
+    assert list(options.namespaces) == values.get("watchNamespaces", [])
+    assert options.service == options.secret == "epd-epd-operator-metrics-adapter"
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
+        "https": options.port,
+        "metrics": options.metrics_port,
+        "health": options.health_port,
+    }
 
 
 def test_namespace_scope_has_no_rights_elsewhere(offline_helm: Helm) -> None:

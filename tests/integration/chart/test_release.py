@@ -86,6 +86,7 @@ ALLOWED = {
     ("policy", "poddisruptionbudgets"): CHILDREN,
     ("networking.k8s.io", "networkpolicies"): CHILDREN,
     ("autoscaling", "horizontalpodautoscalers"): CHILDREN,
+    ("keda.sh", "scaledobjects"): CHILDREN,
     ("", "pods"): READ,
     ("discovery.k8s.io", "endpointslices"): READ,
     ("", "events"): ("get", "create", "patch"),

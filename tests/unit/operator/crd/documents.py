@@ -39,6 +39,10 @@ def _scaled(**autoscaling: Any) -> dict[str, Any]:
     return {"roles.pd.autoscaling": {"maxReplicas": 3} | autoscaling}
 
 
+def _sleeping(**autoscaling: Any) -> dict[str, Any]:
+    return {"roles.encoder.autoscaling": {"minReplicas": 0, "maxReplicas": 3} | autoscaling}
+
+
 _CPU = {"type": "Utilization", "averageUtilization": 60}
 _SPLIT = {"roles.pd": None, "roles.prefill": {}, "roles.decode": {}}
 _STORE = "ecStore.sharedStorage"
@@ -55,6 +59,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "vllm with prefill and decode": _SPLIT | {"engine.type": "vllm", "kvTransfer": {"type": "nixl"}},
     "replicas": {"roles.pd.replicas": 2, "roles.encoder.replicas": 0},
     "scaled by a resource": _scaled(metrics=[_metric("Resource", _CPU, "resource")]),
+    "encoders that may end": _sleeping(),
+    "encoders that may end, by a metric from outside": _sleeping(
+        metrics=[_metric("External", {"type": "AverageValue", "averageValue": 5}, "external")]
+    ),
     "scaled by a metric": _scaled(
         metrics=[_metric("Pods", {"type": "AverageValue", "averageValue": 5}, "pods")]
     ),
@@ -135,6 +143,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two values of a variable": (
         {"proxy.env": [{"name": "A", "value": "1", "valueFrom": {}}]},
         "spec.proxy.env[0]",
+    ),
+    "encoders that processors cannot wake": (
+        _sleeping(provider="resource"),
+        "spec.roles.encoder.autoscaling",
+    ),
+    "encoders that their pods cannot wake": (
+        _sleeping(metrics=[_metric("Pods", {"type": "AverageValue", "averageValue": 5}, "pods")]),
+        "spec.roles.encoder.autoscaling",
+    ),
+    "a pd that may end": (_scaled(minReplicas=0), "spec.roles"),
+    "a prefill that may end": (
+        _SPLIT | {"roles.prefill": {"autoscaling": {"minReplicas": 0, "maxReplicas": 1}}},
+        "spec.roles",
     ),
     "more at least than at most": (_scaled(minReplicas=4), "spec.roles.pd.autoscaling"),
     "a metric without its source": (

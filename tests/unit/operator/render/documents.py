@@ -21,12 +21,15 @@ CONTEXT = RenderContext(ServedVersions(), IMAGES, "epd-system")
 OLD_CONTEXT = RenderContext(
     ServedVersions("autoscaling/v2beta2", "policy/v1beta1", "discovery.k8s.io/v1beta1"), IMAGES, "epd-system"
 )
+KEDA_CONTEXT = RenderContext(
+    ServedVersions(keda="keda.sh/v1alpha1"), IMAGES, "epd-system", "http://prometheus.monitoring:9090"
+)
 CASES = sorted(path.stem for path in (HERE / "cases").glob("*.yaml"))
 
 
 def context_of(case: str) -> RenderContext:
-    """Every case is rendered for a cluster of today, but the one that is about old clusters."""
-    return OLD_CONTEXT if case == "old-cluster" else CONTEXT
+    """Every case is rendered for a cluster of today, but those that are about another."""
+    return {"old-cluster": OLD_CONTEXT, "keda": KEDA_CONTEXT}.get(case, CONTEXT)
 
 
 def document_of(case: str) -> str:

@@ -77,12 +77,14 @@ def test_each_selector_selects_one_kind_of_pods(manifests: Manifests) -> None:
         assert len([one for one in labels if selector.items() <= one.items()]) == 1
 
 
-def test_the_proxy_alone_reaches_the_engines(manifests: Manifests) -> None:
+def test_the_proxy_and_who_asks_for_metrics_reach_the_engines(manifests: Manifests) -> None:
     engines, _, _ = of_kind(manifests, "NetworkPolicy")
     (component,) = engines["spec"]["podSelector"]["matchExpressions"]
     labels = [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(manifests)]
     assert component["values"] == [one for one in labels if one not in ("proxy", "janitor")]
-    ours, collectors = engines["spec"]["ingress"][0]["from"]
+    ours, operators, collectors = engines["spec"]["ingress"][0]["from"]
+    assert operators["podSelector"] == {"matchLabels": {"epd.dev/operator": "true"}}
+    assert operators["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "epd-system"}}
     assert collectors == {"namespaceSelector": {"matchLabels": {"epd.dev/metrics": "true"}}}
     proxies = ours["podSelector"]["matchLabels"]
     assert proxies["app.kubernetes.io/component"] == "proxy"

@@ -210,10 +210,6 @@ def test_dev_shm_counts_towards_the_memory_limit() -> None:
             },
             "spec.kvTransfer.type",
         ),
-        (
-            {"roles": {"encoder": {"autoscaling": {"maxReplicas": 2, "provider": "keda"}}, "pd": {}}},
-            "spec.roles.encoder.autoscaling.provider",
-        ),
     ],
 )
 def test_what_cannot_be_rendered_is_said(spec: dict[str, Any], path: str) -> None:

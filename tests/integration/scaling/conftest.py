@@ -1,0 +1,49 @@
+"""A control plane of these tests' own: a cluster has one server of the metrics APIs."""
+
+from collections.abc import Iterator
+
+import pytest
+from kubernetes import config
+
+from tests.cluster import providers, tools
+from tests.cluster.base import Cluster
+from tests.cluster.fixtures import Namespace
+from tests.integration.chart.programs import Helm, Kubectl
+from tests.integration.operator.definitions import define
+from tests.integration.operator.world import World
+from tests.integration.scaling.adapters import AdapterProcess, Installed, adapting
+
+
+@pytest.fixture(scope="package")
+def control_plane() -> Iterator[Cluster]:
+    with providers.start(with_node=False) as cluster:
+        with config.new_client_from_config(str(cluster.kubeconfig)) as connection:
+            define(connection)
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def kubectl(control_plane: Cluster) -> Kubectl:
+    return Kubectl(tools.kubectl(), control_plane.kubeconfig)
+
+
+@pytest.fixture(scope="package")
+def installed(kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    made = Installed(kubectl, Helm(tools.helm(4), tmp_path_factory.mktemp("helm")))
+    yield made
+    made.remove()
+
+
+@pytest.fixture(scope="module")
+def adapter(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterProcess]:
+    """An adapter that no test of the module may stop for good."""
+    with adapting(installed, tmp_path_factory.mktemp("adapter")) as process:
+        yield process
+
+
+@pytest.fixture
+def world(namespace: Namespace) -> Iterator[World]:
+    """A namespace in a control plane that knows the resource."""
+    found = World(namespace)
+    yield found
+    found.close()
