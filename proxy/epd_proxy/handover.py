@@ -5,7 +5,7 @@ from __future__ import annotations
 from epd_proxy import logs
 from epd_proxy.answers import AnswerCall, Answers, Missed, Opened
 from epd_proxy.config import Limits
-from epd_proxy.errors import KvIncompatible, KvMiss, ProxyError, Unavailable
+from epd_proxy.errors import BadRequest, KvIncompatible, KvMiss, ProxyError, Unavailable
 from epd_proxy.language import ChatCall
 from epd_proxy.metrics import Metrics
 from epd_proxy.pairs import Pairs
@@ -29,6 +29,8 @@ class Handover:
         """As `Language.open`. A handover that fails is done once more from its beginning, with nothing of the
         first one in it, and by other instances where there are some."""
         prefill, decode = self.roles
+        if isinstance(number := call.doc.get("n"), int | float) and number > 1:
+            raise BadRequest("n must be 1 where prefill and decode are apart", "n")
         failed: set[Instance] = set()
         final: ProxyError | None = None
         for again in (False, True):

@@ -56,7 +56,7 @@ async def test_a_picture_goes_from_encoder_to_prefill_to_decode(setup: MakeSetup
     s = await setup(prefills=1, decodes=1)
     given = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 7, "nothing": None}
     s.prefills[0].default = prefilled(given)
-    options = {"max_tokens": 9, "n": 2, "stream": streamed, "temperature": 0.5}
+    options = {"max_tokens": 9, "n": 1, "stream": streamed, "temperature": 0.5}
     answer = await s.chat(text("What digit?"), image("seven"), **options)
     assert answer.content == (b"".join(STREAM) if streamed else ANSWER)
     source = "data:image/png;base64,seven"
@@ -262,6 +262,13 @@ async def test_what_decode_refuses_goes_back_unchanged(setup: MakeSetup):
     answer = await s.chat(text("hi"))
     assert (answer.status_code, code(answer)) == (400, "bad_option")
     assert not s.decodes[1].calls
+
+
+async def test_several_answers_are_refused_before_anything_is_computed(setup: MakeSetup):
+    s = await setup(encoders=0, prefills=1, decodes=1)
+    answer = await s.chat(text("hi"), n=2)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert not s.prefills[0].calls
 
 
 async def test_a_decode_instance_without_a_first_event_in_time_is_504_and_cut(setup: MakeSetup):
