@@ -1,4 +1,5 @@
-"""The load generator: chats that are all different, sent to a server or, in two hops, to an encoder and a PD.
+"""The load generator: chats that are all different, sent to a server or, in two hops, to an encoder and a PD
+or to prefill and decode.
 
 The two hops are the proxy's work, done here for every peer alike, so that no proxy is measured.
 """
@@ -7,7 +8,7 @@ import asyncio
 import base64
 import io
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,21 +35,24 @@ WORDS = (
 
 @dataclass
 class Target:
-    """`encoder` is None where the server takes pictures itself."""
+    """`encoder` is None where the server takes pictures itself, `prefill` where it computes prompts."""
 
     server: Instance
     encoder: Instance | None = None
+    prefill: Instance | None = None
 
     @property
     def instances(self) -> list[Instance]:
-        return [self.server] if self.encoder is None else [self.encoder, self.server]
+        return [one for one in (self.encoder, self.prefill, self.server) if one is not None]
 
 
 @dataclass
 class Timings:
-    """Seconds: to the first token of each request, and between the tokens of each."""
+    """Seconds: to the first token of each request, those of them since prefill's answer, and between the
+    tokens of each."""
 
     first: list[float] = field(default_factory=list)
+    handover: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
 
 
@@ -66,8 +70,8 @@ class Chats:
     def words(self, count: int = 24) -> str:
         return " ".join(self._random.choice(WORDS, count))
 
-    def text(self, tokens: int) -> dict[str, Any]:
-        return self._body(f"{self.words()}. How many things can be seen?", tokens)
+    def text(self, tokens: int, words: int = 24) -> dict[str, Any]:
+        return self._body(f"{self.words(words)}. How many things can be seen?", tokens)
 
     def picture(self, side: int, tokens: int) -> dict[str, Any]:
         buffer = io.BytesIO()
@@ -107,6 +111,9 @@ class Client:
         began = last = time.perf_counter()
         if self._target.encoder is not None:
             body = await self._primed(self._target.encoder, body)
+        if self._target.prefill is not None:
+            body = await self.prefill(body)
+        handed_on = time.perf_counter()
         first, between, tokens = float("nan"), [], 0
         async for event, now in self._events(body):
             if first != first:
@@ -119,6 +126,7 @@ class Client:
         if tokens != body["max_tokens"]:
             raise RuntimeError(f"{self._target.server.name}: an answer is too short")
         self.timings.first.append(first)
+        self.timings.handover.append(first - (handed_on - began))
         self.timings.between += between[1:]  # the role and the first token come together
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[tuple[str, float]]:
@@ -146,6 +154,17 @@ class Client:
         texts = [part for part in message["content"] if part["type"] == "text"]
         return {**body, "messages": [{"role": "user", "content": [*pictures, *texts]}]}
 
+    async def prefill(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body for decode, once prefill has its first token."""
+        prefill = self._target.prefill
+        assert prefill is not None
+        asked = {name: value for name, value in body.items() if name != "stream_options"}
+        asked |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        response = await self._http.post(f"{prefill.url}/v1/chat/completions", json=asked)
+        if response.status_code != 200:
+            raise RuntimeError(f"{prefill.name}: {response.text[:500]}")
+        return {**body, "kv_transfer_params": response.json()["kv_transfer_params"]}
+
 
 async def requests(
     target: Target, bodies: Sequence[dict[str, Any]], concurrency: int
@@ -165,21 +184,36 @@ async def requests(
 
 @dataclass(frozen=True)
 class Mixture:
-    """Text chats one after another over some connections, while every `interval` seconds a picture comes,
-    whether or not the last one is done."""
+    """Text chats one after another over some connections, while every `interval` seconds something heavy
+    comes, whether or not the last one is done: a picture, or a prompt of so many words."""
 
     texts: int = 4
     text_tokens: int = 48
     side: int = 896
-    picture_tokens: int = 4
+    words: int = 700
+    heavy_tokens: int = 4
     interval: float = 2.0
 
 
 async def beside_pictures(target: Target, mixture: Mixture, chats: Chats, seconds: float) -> Timings:
     """How the text chats fared."""
+    return await _beside(
+        target, mixture, chats, seconds, lambda: chats.picture(mixture.side, mixture.heavy_tokens)
+    )
+
+
+async def beside_prompts(target: Target, mixture: Mixture, chats: Chats, seconds: float) -> Timings:
+    """How the text chats fared."""
+    return await _beside(
+        target, mixture, chats, seconds, lambda: chats.text(mixture.heavy_tokens, mixture.words)
+    )
+
+
+async def _beside(
+    target: Target, mixture: Mixture, chats: Chats, seconds: float, heavy: Callable[[], dict[str, Any]]
+) -> Timings:
     until = time.perf_counter() + seconds
-    count = int(seconds / mixture.interval) + 1
-    pictures = [chats.picture(mixture.side, mixture.picture_tokens) for _ in range(count)]
+    all_heavy = [heavy() for _ in range(int(seconds / mixture.interval) + 1)]
     async with Client(target) as texts, Client(target) as others, asyncio.TaskGroup() as group:
 
         async def chatting() -> None:
@@ -188,7 +222,7 @@ async def beside_pictures(target: Target, mixture: Mixture, chats: Chats, second
 
         for _ in range(mixture.texts):
             group.create_task(chatting())
-        for picture in pictures:
-            group.create_task(others.ask(picture))
+        for one in all_heavy:
+            group.create_task(others.ask(one))
             await asyncio.sleep(mixture.interval)
     return texts.timings

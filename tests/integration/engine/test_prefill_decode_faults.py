@@ -243,11 +243,8 @@ def test_a_full_volume_is_told_and_survived(
 
 
 def test_an_unusable_config_ends_the_process_with_the_reason(folder: Path) -> None:
-    config = {"kv_connector": "NixlKVConnector", "kv_role": "kv_both"}
+    config = {"kv_connector": "NixlKVConnector", "kv_role": "kv_both", "kv_ip": "192.0.2.1"}
     server = engine("nobody", folder, extra=["--kv-transfer-config", json.dumps(config)])
     server.start()
     assert server.wait() == 1
-    assert (
-        "kv_connector 'NixlKVConnector' is not supported yet; known are SharedStorageKVConnector"
-        in server.log.read_text()
-    )
+    assert "kv_ip 192.0.2.1, kv_port 0: " in server.log.read_text()
