@@ -47,8 +47,10 @@ def plan(
     live: Mapping[Ref, dict[str, Any]],
     owner: Owner,
     prunable: Collection[str],
+    kept: Collection[Ref] = (),
 ) -> Plan:
-    """The writes that are needed; `prunable` are the kinds of which unwanted children are deleted."""
+    """The writes that are needed; `prunable` are the kinds of which unwanted children are deleted, but for
+    those that are `kept`."""
     result = Plan()
     wanted = set()
     for manifest in desired:
@@ -67,7 +69,7 @@ def plan(
             if owns(fields, "spec", "replicas") and "replicas" not in manifest["spec"]:
                 result.hand_over.append(found)
     for ref, found in live.items():
-        unwanted = ref.kind in prunable and ref not in wanted
+        unwanted = ref.kind in prunable and ref not in wanted and ref not in kept
         if unwanted and ownership(found, owner) is Ownership.OWNED and not is_ending(found):
             result.delete.append(found)
     return result

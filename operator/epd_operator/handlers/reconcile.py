@@ -14,6 +14,7 @@ from ..apply.children import Children
 from ..apply.kinds import CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
 from ..apply.ownership import Owner
 from ..apply.plan import Ref, is_ending, plan
+from ..apply.rollout import Held, stage
 from ..render import RenderContext, RenderError, claim_names
 from ..status.compute import Observed, compute_status, previous_conditions
 from ..status.events import notes
@@ -79,9 +80,12 @@ class Reconciler:
         children = self._cache.children(key)
         wish = self._wish(key, resource, children)
         problems = list(wish.problems)
+        held: dict[str, Held] = {}
         if wish.deployment is not None and not wish.deployment.spec.paused:
             owner = Owner(key.name, resource["metadata"]["uid"])
-            steps = plan(wish.manifests, children, owner, self._kinds)
+            current = stage(wish.manifests, children)
+            held = current.held
+            steps = plan(current.desired, children, owner, self._kinds, current.kept)
             outcome = await self._children.carry_out(steps, children, owner)
             for written in outcome.written:
                 self._cache.put(self._kinds[written["kind"]], written)
@@ -92,7 +96,7 @@ class Reconciler:
                 log.info("children written", extra={"resource": str(key), "count": len(outcome.written)})
             for problem in outcome.problems:
                 log.warning(problem.message, extra={"resource": str(key), "reason": problem.reason})
-        await self._report(key, resource, children, wish.deployment, problems)
+        await self._report(key, resource, children, wish.deployment, problems, held)
         if wish.problems:
             return Result.REFUSED
         return Result.FAILED if problems else Result.OK
@@ -113,6 +117,7 @@ class Reconciler:
         children: dict[Ref, Object],
         deployment: EPDDeployment | None,
         problems: list[Problem],
+        held: dict[str, Held],
     ) -> None:
         claims = {ref.name: found for ref, found in children.items() if ref.kind == CLAIM.kind}
         if deployment is not None:
@@ -121,6 +126,7 @@ class Reconciler:
             resource=resource,
             deployment=deployment,
             problems=problems,
+            held=held,
             deployments=[found for ref, found in children.items() if ref.kind == DEPLOYMENT.kind],
             pods=[found for ref, found in children.items() if ref.kind == POD.kind],
             claims=claims,

@@ -11,7 +11,7 @@ from ..roles import roles_of
 from .autoscaling import autoscalers
 from .canonical import by_field_name
 from .context import Images, RenderContext, ServedVersions
-from .engine import engine_account, engine_deployments
+from .engine import ENGINE_HASH_ANNOTATION, engine_account, engine_deployments
 from .errors import RenderError
 from .janitor import janitor_deployment
 from .labels import labels, selector
@@ -22,6 +22,7 @@ from .store import claim_names, claims
 from .workloads import SPEC_HASH_ANNOTATION
 
 __all__ = [
+    "ENGINE_HASH_ANNOTATION",
     "SPEC_HASH_ANNOTATION",
     "Images",
     "RenderContext",

@@ -1,5 +1,7 @@
 """The engines' pods and Deployments, and the account that they run under."""
 
+import hashlib
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,10 @@ _PROCESSES: dict[str, Callable[[EPDDeployment, str, Role, Images], EngineProcess
 }
 
 
+ENGINE_HASH_ANNOTATION = "epd.dev/engine-hash"
+"""Changes with the engine's image and the model: with what decides which entries and KV a role knows."""
+
+
 def engine_account(deployment: EPDDeployment) -> dict[str, Any]:
     """The engines' ServiceAccount: it may do nothing, and no token is mounted."""
     account = child(deployment, "v1", "ServiceAccount", ACCOUNT, ACCOUNT)
@@ -34,14 +40,27 @@ def engine_account(deployment: EPDDeployment) -> dict[str, Any]:
 
 def engine_deployments(deployment: EPDDeployment, images: Images) -> list[dict[str, Any]]:
     """One Deployment a role. Raises RenderError."""
-    return [
-        deployment_of(deployment, name, role, _template(deployment, name, role, images))
-        for name, role in roles_of(deployment)
-    ]
+    return [_deployment(deployment, name, role, images) for name, role in roles_of(deployment)]
 
 
-def _template(deployment: EPDDeployment, name: str, role: Role, images: Images) -> dict[str, Any]:
+def _deployment(deployment: EPDDeployment, name: str, role: Role, images: Images) -> dict[str, Any]:
     process = _PROCESSES[deployment.spec.engine.type](deployment, name, role, images)
+    manifest = deployment_of(deployment, name, role, _template(deployment, name, role, process, images))
+    manifest["metadata"]["annotations"][ENGINE_HASH_ANNOTATION] = _engine_hash(deployment, manifest)
+    return manifest
+
+
+def _engine_hash(deployment: EPDDeployment, manifest: dict[str, Any]) -> str:
+    model, containers = deployment.spec.model, manifest["spec"]["template"]["spec"]["containers"]
+    # A pod template may name another image.
+    (image,) = (one["image"] for one in containers if one["name"] == CONTAINER)
+    parts = [image, deployment.spec.engine.type, model.source, model.revision, model.claim]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _template(
+    deployment: EPDDeployment, name: str, role: Role, process: EngineProcess, images: Images
+) -> dict[str, Any]:
     path = f"spec.roles.{name}"
     cache, *claim = model_mounts(deployment.spec.model)
     mounts = [cache, *transfer_mounts(deployment, TRAITS[name]), *claim]

@@ -7,12 +7,13 @@ from pydantic import ValidationError
 
 from ..api import EPDDeployment
 from ..api.status import Condition, RolesStatus, RoleStatus, Status, language_of
+from ..apply.rollout import Held
 from ..render import claim_names, endpoint, roles_of, selector
 from ..render.affinity import JANITOR
 from ..render.labels import COMPONENT_LABEL
 from .conditions import STORE, verdicts, with_times
 from .parts import Object, PartState, Problem
-from .roles import role_state
+from .roles import held_back, role_state
 from .store import store_state
 from .usage import Usage, reported
 
@@ -30,6 +31,8 @@ class Observed:
     """The resource as we understand it; None where its spec is refused."""
     problems: Sequence[Problem] = ()
     """Problems of the whole."""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """Roles whose change waits for another role's."""
     deployments: Sequence[Object] = ()
     pods: Sequence[Object] = ()
     claims: Mapping[str, Object] = field(default_factory=dict)
@@ -83,7 +86,7 @@ def _parts(observed: Observed) -> dict[str, PartState]:
         text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
         return role_state(deployments.get(name), pods[name], text)
 
-    parts = {name: state_of(name) for name in names}
+    parts = {name: held_back(state_of(name), observed.held.get(name)) for name in names}
     if observed.deployment is not None:
         claims = [(name, observed.claims.get(name)) for name in claim_names(observed.deployment).values()]
         parts[STORE] = store_state(claims, observed.pods, state_of(JANITOR))

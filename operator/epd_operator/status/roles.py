@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 
 from ..api.status import RoleStatus, summary_of
+from ..apply.rollout import Held
 from .parts import SCALED_TO_ZERO, Object, PartState, Problem, blocked, waiting
 from .pods import first_problem, is_current
+
+ROLLOUT_STOPPED = "RolloutStopped"
 
 
 def role_state(deployment: Object | None, pods: Sequence[Object], selector: str) -> PartState:
@@ -34,6 +37,19 @@ def role_state(deployment: Object | None, pods: Sequence[Object], selector: str)
         words = f", {ending} ending" if ending else ""
         return waiting("Starting", f"{ready} of {wanted} replicas are ready{words}", counts)
     return PartState(True, "AllReady", f"{ready} of {wanted} replicas are ready", counts=counts)
+
+
+def held_back(state: PartState, held: Held | None) -> PartState:
+    """The state of a role whose change may have to wait. What is wrong with it as it is comes first."""
+    if held is None or state.is_problem:
+        return state
+    if held.stopped:
+        words = (
+            f"it stays as it was: {held.behind} comes first, and its rollout has stopped; mend the spec, or "
+            "apply the one before"
+        )
+        return blocked(Problem(ROLLOUT_STOPPED, words), state.counts)
+    return waiting("RollingOut", f"it stays as it is until {held.behind} is rolled out", state.counts)
 
 
 def _counts(deployment: Object | None, selector: str) -> RoleStatus:

@@ -118,23 +118,6 @@ def test_children_no_longer_wanted_are_pruned(world: World, shared_operator: Ope
     world.eventually(lambda: world.get("horizontalpodautoscalers", "demo-encoder") is None)
 
 
-def test_prefill_and_decode_take_the_place_of_a_pd(world: World, shared_operator: OperatorProcess) -> None:
-    world.create()
-    world.await_settled()
-    world.change({"roles": {"pd": None, "prefill": {"replicas": 1}, "decode": {"replicas": 2}}})
-    world.eventually(
-        lambda: (
-            world.get("deployments", "demo-pd") is None
-            and world.names("deployments")
-            == [f"demo-{name}" for name in ("decode", "encoder", "janitor", "prefill", "proxy")]
-        ),
-        lambda: world.names("deployments"),
-    )
-    for plural in ("services", "poddisruptionbudgets"):
-        world.eventually(lambda plural=plural: "demo-pd" not in world.names(plural))
-        assert {"demo-prefill", "demo-decode"} <= set(world.names(plural))
-
-
 def test_an_object_of_somebody_else_is_refused_not_taken_over(
     world: World, shared_operator: OperatorProcess
 ) -> None:

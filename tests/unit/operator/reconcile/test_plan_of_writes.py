@@ -75,6 +75,11 @@ def test_only_our_own_children_are_pruned(live: dict[str, Any], deleted: bool) -
     assert bool(_plan([], [live]).delete) is deleted
 
 
+def test_what_is_kept_is_not_pruned() -> None:
+    live = {ref_of(one): one for one in [_live(x=1)]}
+    assert plan([], live, OWNER, KINDS, live).is_empty
+
+
 def test_an_object_of_another_owner_is_refused() -> None:
     steps = _plan([_manifest(x=2)], [_live(owner="u2", x=1)])
     assert steps.is_empty

@@ -6,11 +6,12 @@ import pytest
 
 from epd_operator.api import EPDDeployment
 from epd_operator.api.status import Condition
+from epd_operator.apply.rollout import Held
 from epd_operator.status.compute import Observed, compute_status
 from epd_operator.status.events import notes
-from epd_operator.status.parts import PartState, Problem
+from epd_operator.status.parts import PartState, Problem, blocked
 from epd_operator.status.pods import first_problem, problem_of
-from epd_operator.status.roles import role_state
+from epd_operator.status.roles import held_back, role_state
 from epd_operator.status.store import store_state
 from epd_operator.status.usage import Usage
 
@@ -281,6 +282,24 @@ def test_prefill_and_decode_have_a_condition_and_counts_each() -> None:
     assert conditions["Ready"]["status"] == "True"
     assert status["roles"]["language"] == "P 2/2 D 2/2"
     assert status["roles"]["decode"]["selector"].startswith("app.kubernetes.io/component=decode,")
+
+
+@pytest.mark.parametrize(
+    ("stopped", "reason", "degraded"), [(False, "RollingOut", "False"), (True, "RolloutStopped", "True")]
+)
+def test_a_role_whose_change_waits_is_not_ready_and_names_whom_it_waits_for(
+    stopped: bool, reason: str, degraded: str
+) -> None:
+    _, conditions = _status(held={"encoder": Held("pd", stopped)})
+    encoder = conditions["EncoderReady"]
+    assert (encoder["status"], encoder["reason"]) == ("False", reason)
+    assert "pd" in encoder["message"]
+    assert (conditions["Ready"]["status"], conditions["Degraded"]["status"]) == ("False", degraded)
+
+
+def test_what_is_wrong_with_a_role_comes_before_what_it_waits_for() -> None:
+    state = blocked(Problem("CrashLoop", "it crashes"))
+    assert held_back(state, Held("pd", stopped=True)) is state
 
 
 def test_without_a_janitor_the_store_serves_and_somebody_is_told() -> None:
