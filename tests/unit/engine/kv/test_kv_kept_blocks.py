@@ -74,9 +74,11 @@ def test_blocks_stay_until_they_are_pulled_and_are_no_leak_meanwhile() -> None:
     assert prefill.scheduler.num_waiting == 0, "an instance at rest may sleep"
     assert prefill.pool.num_free == 5
     assert prefill.scheduler.problems() == []
+    assert prefill.scheduler.owes_kv, "an instance that is told to end waits"
     prefill.step(KVConnectorOutput(finished_sending={"p"}))
     assert prefill.pool.num_free == 8
     assert prefill.scheduler.problems() == []
+    assert not prefill.scheduler.owes_kv
 
 
 def test_blocks_that_two_prompts_share_stay_until_both_are_pulled() -> None:
