@@ -62,6 +62,8 @@ def _options(given: argparse.Namespace) -> Options:
         stall_s=given.stall,
         usage_interval_s=given.usage_interval,
         prometheus_address=given.prometheus_address,
+        load_interval_s=given.load_interval,
+        bottleneck_s=given.bottleneck_after,
     )
 
 
@@ -95,6 +97,20 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="a Secret in the resource's namespace; may be given more than once",
+    )
+    add(
+        "--load-interval",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="ask engines how full they are this often",
+    )
+    add(
+        "--bottleneck-after",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="tell of a role that is full, and fuller than all others, for so long",
     )
     add("--prometheus-address", metavar="URL", help="where KEDA finds Prometheus")
     add("--tick", type=float, default=60.0, metavar="SECONDS", help="look at every resource this often")

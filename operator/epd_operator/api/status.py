@@ -37,6 +37,8 @@ class RoleStatus(Part):
     """Replicas that are wanted."""
     summary: Word | None = None
     """Ready and wanted replicas for `kubectl get`: `1/2`."""
+    load: Count | None = None
+    """How full they are, in percent; absent where they do not say."""
     selector: Text = ""
     """Label selector of the role's pods."""
 
@@ -55,6 +57,8 @@ class RolesStatus(Part):
     language: Word | None = None
     """Ready and wanted replicas of what runs the language model, for `kubectl get`: `1/2` for PD,
     `P 1/1 D 0/2` for prefill and decode."""
+    load: Word | None = None
+    """How full each role is, for `kubectl get`: `E 85% PD 40%`."""
 
 
 class StoreStatus(Part):

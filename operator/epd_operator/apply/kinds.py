@@ -42,6 +42,10 @@ POD = Kind("v1", "Pod", "pods")
 CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 
+AUTOSCALER = "HorizontalPodAutoscaler"
+SCALERS = frozenset({AUTOSCALER, "ScaledObject"})
+"""Kinds of children that write replicas."""
+
 
 class UnservedError(Exception):
     """The API server lacks a group that children are of."""
@@ -58,13 +62,10 @@ def child_kinds(versions: ServedVersions) -> tuple[Kind, ...]:
         Kind("v1", "Service", "services"),
         DEPLOYMENT,
         Kind(versions.policy, "PodDisruptionBudget", "poddisruptionbudgets"),
-        Kind(versions.autoscaling, "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
+        Kind(versions.autoscaling, AUTOSCALER, "horizontalpodautoscalers"),
         *([Kind(versions.keda, "ScaledObject", "scaledobjects")] if versions.keda else []),
     )
 
-
-SCALERS = frozenset({"HorizontalPodAutoscaler", "ScaledObject"})
-"""Kinds of children that write replicas."""
 
 # Newest first.
 _KNOWN = {

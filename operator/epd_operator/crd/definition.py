@@ -18,6 +18,7 @@ _COLUMNS = (
     ("Model", "string", ".spec.model.source", "The model that is served.", 0),
     ("Encoder", "string", ".status.roles.encoder.summary", "Encoders: ready/wanted.", 0),
     ("PD", "string", ".status.roles.language", "PD instances, or prefill and decode: ready/wanted.", 0),
+    ("Load", "string", ".status.roles.load", "How full the replicas of each role are.", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Time since it was created.", 0),
     ("Endpoint", "string", ".status.endpoint", "The address that clients talk to.", 1),
     ("Store", "string", ".status.store.summary", "Bytes in the store, and how many it may take.", 1),

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 from ..apply.diff import MANAGER
-from ..apply.kinds import RESOURCE, Kind
+from ..apply.kinds import AUTOSCALER, RESOURCE, Kind
 from ..apply.plan import Ref
-from ..render.labels import INSTANCE_LABEL
+from ..render.labels import INSTANCE_LABEL, MANAGED_BY, MANAGED_BY_LABEL
 
 Object = dict[str, Any]
 
@@ -25,6 +25,11 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+
+def nobodys(namespace: str) -> Key:
+    """What is kept of a namespace though it was not made for any resource: others' autoscalers."""
+    return Key(namespace, "")
 
 
 class _Place(NamedTuple):
@@ -114,8 +119,11 @@ class Cache:
 def _key_of(kind: Kind, metadata: Object) -> Key:
     if kind is RESOURCE:
         return Key(metadata["namespace"], metadata["name"])
+    labels = metadata.get("labels", {})
+    if kind.kind == AUTOSCALER and labels.get(MANAGED_BY_LABEL) != MANAGED_BY:
+        return nobodys(metadata["namespace"])
     # A resource's name is a label's value: `api` admits no longer one.
-    return Key(metadata["namespace"], metadata.get("labels", {}).get(INSTANCE_LABEL, ""))
+    return Key(metadata["namespace"], labels.get(INSTANCE_LABEL, ""))
 
 
 def _text(kind: Kind, found: Object) -> bytes:

@@ -6,19 +6,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import kopf
 
 from ..apply.api import Api, ApiError
 from ..apply.kinds import POD, RESOURCE, child_kinds, choose_versions
 from ..render import Images, RenderContext, ServedVersions
+from ..status.events import Note
 from .access import Access
 from .cache import Cache, Key
 from .health import Health
 from .leader import Election
+from .load import LoadPoller, Tell
 from .metrics import Metrics
 from .queue import WorkQueue
 from .reconcile import Reconciler, Result
+from .recorder import Recorder
 from .server import health_routes, metrics_routes, serving
 from .usage import UsagePoller
 from .watching import Watches, kopf_settings
@@ -48,6 +52,10 @@ class Options:
     """Between two looks at how full a store is."""
     prometheus_address: str | None = None
     """For KEDA."""
+    load_interval_s: float = 15.0
+    """Between two looks at how full engines are."""
+    bottleneck_s: float = 300.0
+    """A role that holds up the others for so long is told of."""
 
 
 class Operator:
@@ -85,7 +93,10 @@ class Operator:
                 versions, options.images, options.lease_namespace, options.prometheus_address
             )
             usage = UsagePoller(self._cache, self._metrics, options.usage_interval_s, self._queue.add)
-            reconciler = Reconciler(self._cache, api, context, usage.latest)
+            load = LoadPoller(
+                self._cache, options.load_interval_s, options.bottleneck_s, self._queue.add, self._teller(api)
+            )
+            reconciler = Reconciler(self._cache, api, context, usage.latest, load.latest)
             watching = kopf.operator(
                 registry=watches.registry(self._access),
                 settings=kopf_settings(kinds, options.stall_s),
@@ -95,7 +106,7 @@ class Operator:
                 clusterwide=not options.namespaces,
                 namespaces=options.namespaces,
             )
-            acting = self._acting(election_api, lambda: self._act(reconciler, usage))
+            acting = self._acting(election_api, lambda: self._act(reconciler, usage, load))
             await _first_of(watching, acting)
 
     @asynccontextmanager
@@ -128,7 +139,17 @@ class Operator:
         namespace = options.lease_namespace or self._access.info.default_namespace or "default"
         await Election(api, namespace, options.lease_name, options.identity).lead(act)
 
-    async def _act(self, reconciler: Reconciler, usage: UsagePoller) -> None:
+    def _teller(self, api: Api) -> Tell:
+        recorder = Recorder(api)
+
+        async def tell(key: Key, note: Note) -> None:
+            resource = self._cache.resource(key)
+            if resource is not None:
+                await recorder.tell(resource, note, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+        return tell
+
+    async def _act(self, reconciler: Reconciler, usage: UsagePoller, load: LoadPoller) -> None:
         """What the one acting replica does: looks at whatever changed, and at everything now and then."""
         await self._known.wait()
         self._metrics.leader.set(1)
@@ -138,6 +159,7 @@ class Operator:
                     group.create_task(self._work(reconciler))
                 group.create_task(self._tick())
                 group.create_task(usage.run())
+                group.create_task(load.run())
         finally:
             self._metrics.leader.set(0)
 

@@ -1,7 +1,7 @@
 """Observe, render, diff, apply, prune, status: one resource at a time, from whatever state it is in."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -11,16 +11,17 @@ from ..api import EPDDeployment
 from ..api.status import Condition
 from ..apply.api import Api
 from ..apply.children import Children
-from ..apply.kinds import CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
+from ..apply.kinds import AUTOSCALER, CLAIM, DEPLOYMENT, POD, RESOURCE, Kind, child_kinds
 from ..apply.ownership import Owner
 from ..apply.plan import Ref, is_ending, plan
 from ..apply.rollout import Held, stage
 from ..render import RenderContext, RenderError, claim_names
 from ..status.compute import Observed, compute_status, previous_conditions
 from ..status.events import notes
+from ..status.load import Load
 from ..status.parts import Problem
 from ..status.usage import Usage
-from .cache import Cache, Key
+from .cache import Cache, Key, nobodys
 from .reading import INVALID, RefusedError, read
 from .recorder import Recorder
 from .rendered import Renderings
@@ -59,12 +60,14 @@ class Reconciler:
         api: Api,
         context: RenderContext,
         usage: Callable[[Key], Usage | None] = lambda _: None,
+        loads: Callable[[Key], Mapping[str, Load] | None] = lambda _: None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._cache = cache
         self._api = api
         self._renderings = Renderings(context)
         self._usage = usage
+        self._loads = loads
         self._now = now
         self._kinds: dict[str, Kind] = {kind.kind: kind for kind in child_kinds(context.versions)}
         self._children = Children(api, self._kinds.values())
@@ -131,6 +134,8 @@ class Reconciler:
             pods=[found for ref, found in children.items() if ref.kind == POD.kind],
             claims=claims,
             usage=self._usage(key),
+            loads=self._loads(key),
+            scalers=self._cache.of_kind(nobodys(key.namespace), self._kinds[AUTOSCALER]),
         )
         now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         status = compute_status(observed, now)

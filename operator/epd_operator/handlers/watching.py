@@ -10,10 +10,10 @@ from typing import Any
 
 import kopf
 
-from ..apply.kinds import RESOURCE, Kind
+from ..apply.kinds import AUTOSCALER, RESOURCE, Kind
 from ..render.labels import MANAGED_BY, MANAGED_BY_LABEL
 from .access import Access, Page
-from .cache import Cache, Key
+from .cache import Cache, Key, nobodys
 from .health import Health
 
 PREFIX = "epd.dev"
@@ -103,8 +103,15 @@ class Watches:
         return observe
 
     def _tell(self, key: Key | None) -> None:
-        if key is not None:
+        if key is None:
+            return
+        if key != nobodys(key.namespace):
             self._changed(key)
+            return
+        # It may concern each resource of the namespace.
+        for one in list(self._cache.resources()):
+            if one.namespace == key.namespace:
+                self._changed(one)
 
 
 def kopf_settings(kinds: Iterable[Kind], stall_s: float) -> kopf.OperatorSettings:
@@ -126,6 +133,8 @@ def kopf_settings(kinds: Iterable[Kind], stall_s: float) -> kopf.OperatorSetting
     settings.watching.server_timeout = max(1, round(stall_s / _WATCHES_A_STALL))
     settings.watching.inactivity_timeout = settings.watching.server_timeout + stall_s / 10
     for kind in kinds:
+        if kind.kind == AUTOSCALER:
+            continue  # others' matter, too: they may scale what we do
         selector = (kind.group, kind.version, kind.plural)
         settings.watching.label_selectors[selector] = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
     return settings

@@ -52,22 +52,26 @@ class Scraper:
             return None
         return window
 
-    async def run(self) -> None:
-        """Asks all, again and again, until cancelled."""
-        # What goes to pods carries no credentials, and follows them nowhere.
+    def session(self) -> aiohttp.ClientSession:
+        """For rounds: what goes to pods carries no credentials, and follows them nowhere."""
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=_AT_ONCE)
-        async with aiohttp.ClientSession(
+        return aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-        ) as session:
+        )
+
+    async def run(self) -> None:
+        """Asks all, again and again, until cancelled."""
+        async with self.session() as session:
             while True:
                 began = asyncio.get_running_loop().time()
-                await self._round(session)
+                await self.round(session)
                 self.rounds += 1
                 elapsed = asyncio.get_running_loop().time() - began
                 await asyncio.sleep(max(0.0, self.pace.interval_s - elapsed))
 
-    async def _round(self, session: aiohttp.ClientSession) -> None:
+    async def round(self, session: aiohttp.ClientSession) -> None:
+        """Asks all once."""
         pods = list(self._pods())
         for gone in self._windows.keys() - {pod.uid for pod in pods}:
             del self._windows[gone]

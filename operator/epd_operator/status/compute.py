@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from ..api import EPDDeployment
+from ..api import EPDDeployment, Workload
 from ..api.status import Condition, RolesStatus, RoleStatus, Status, language_of
 from ..apply.rollout import Held
-from ..render import claim_names, endpoint, roles_of, selector
+from ..render import child_name, claim_names, endpoint, roles_of, selector
 from ..render.affinity import JANITOR
 from ..render.labels import COMPONENT_LABEL
 from .conditions import STORE, verdicts, with_times
+from .load import Load, load_summary, reported_load
 from .parts import Object, PartState, Problem
 from .roles import held_back, role_state
+from .scalers import contested
 from .store import store_state
 from .usage import Usage, reported
 
@@ -39,6 +41,10 @@ class Observed:
     """By name; also claims that are not ours."""
     usage: Usage | None = None
     """What the store's janitor said last; None where nothing was heard."""
+    loads: Mapping[str, Load] | None = None
+    """How full roles are, of those that say so; None where nobody was asked yet."""
+    scalers: Sequence[Object] = ()
+    """Autoscalers of the namespace that are not ours."""
 
 
 def compute_status(observed: Observed, now: str) -> Object:
@@ -53,7 +59,7 @@ def compute_status(observed: Observed, now: str) -> Object:
         {
             "observedGeneration": generation,
             "conditions": list(with_times(found, previous_conditions(resource), generation, now)),
-            "roles": _roles_status(parts),
+            "roles": _roles_status(parts, observed),
             "endpoint": where,
             "store": reported(resource.get("status", {}).get("store"), observed.usage),
         }
@@ -88,6 +94,11 @@ def _parts(observed: Observed) -> dict[str, PartState]:
 
     parts = {name: held_back(state_of(name), observed.held.get(name)) for name in names}
     if observed.deployment is not None:
+        workloads: dict[str, Workload] = dict(roles_of(observed.deployment))
+        workloads[PROXY] = observed.deployment.spec.proxy
+        for name, workload in workloads.items():
+            target = child_name(resource_name, name)
+            parts[name] = contested(parts[name], workload, target, observed.scalers)
         claims = [(name, observed.claims.get(name)) for name in claim_names(observed.deployment).values()]
         parts[STORE] = store_state(claims, observed.pods, state_of(JANITOR))
     return parts
@@ -97,11 +108,16 @@ def _component(found: Object) -> str:
     return str(found["metadata"].get("labels", {}).get(COMPONENT_LABEL, ""))
 
 
-def _roles_status(parts: Mapping[str, PartState]) -> RolesStatus:
+def _roles_status(parts: Mapping[str, PartState], observed: Observed) -> RolesStatus:
     counts: dict[str, RoleStatus] = {}
+    before = observed.resource.get("status", {}).get("roles", {})
     for name in _ROLES:
         part = parts.get(name)
         if part is not None and part.counts is not None:
-            counts[name] = part.counts
+            load = before.get(name, {}).get("load")
+            if observed.loads is not None:
+                load = reported_load(load, observed.loads.get(name))
+            counts[name] = part.counts.model_copy(update={"load": load})
     language = language_of(counts.get("pd"), counts.get("prefill"), counts.get("decode"))
-    return RolesStatus(**counts, language=language)
+    summary = load_summary({name: one.load for name, one in counts.items()})
+    return RolesStatus(**counts, language=language, load=summary)

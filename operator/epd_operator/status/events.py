@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.status import Condition
+from .scalers import TWO_SCALERS
 from .store import JANITOR_FAILING
 
 # These two repeat what the others say.
@@ -14,7 +15,7 @@ _SILENT = frozenset({"Progressing", "Degraded"})
 _ON_THE_WAY = frozenset({"Creating", "RollingOut", "Starting"})
 _USUAL = frozenset({"ScaledToZero", "ClaimPending"})
 # What is ready, and needs somebody all the same.
-_UNUSUAL = frozenset({JANITOR_FAILING})
+_UNUSUAL = frozenset({JANITOR_FAILING, TWO_SCALERS})
 _NOTE_LENGTH = 1000
 
 

@@ -121,7 +121,7 @@ def test_kubectl_get_shows_the_columns(kubectl: Kubectl, resource: str) -> None:
     }
     set_status(kubectl, resource, status)
     narrow = kubectl("-n", resource, "get", "epd").splitlines()
-    assert narrow[0].split() == ["NAME", "READY", "MODEL", "ENCODER", "PD", "AGE"]
+    assert narrow[0].split() == ["NAME", "READY", "MODEL", "ENCODER", "PD", "LOAD", "AGE"]
     assert narrow[1].split()[:8] == ["digits", "False", "org/model", "1/2", "P", "1/1", "D", "0/2"]
     wide = kubectl("-n", resource, "get", "epd", "-o", "wide").splitlines()
     assert wide[0].split()[-3:] == ["ENDPOINT", "STORE", "REASON"]

@@ -119,7 +119,7 @@ def test_what_kubectl_get_shows() -> None:
     version = custom_resource_definition()["spec"]["versions"][0]
     shown = [column["name"] for column in version["additionalPrinterColumns"] if not column.get("priority")]
     wide = [column["name"] for column in version["additionalPrinterColumns"] if column.get("priority")]
-    assert shown == ["Ready", "Model", "Encoder", "PD", "Age"]
+    assert shown == ["Ready", "Model", "Encoder", "PD", "Load", "Age"]
     assert wide == ["Endpoint", "Store", "Reason"]
     assert version["subresources"] == {"status": {}}
     for column in version["additionalPrinterColumns"]:
