@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: e2e help setup quickstart test lint format types pytest unit clean
+.PHONY: e2e help setup quickstart test test-vllm lint format types pytest unit clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
@@ -32,6 +32,9 @@ pytest: setup ## All test suites
 
 e2e: setup ## Only: Helm install and kubectl apply in containers on a real node (builds the images first)
 	$(BIN)/python -m pytest -m node
+
+test-vllm: setup ## Only: our connector inside real vLLM (installs it into the user's cache first)
+	$(BIN)/python -m pytest tests/vllm tests/integration/vllm
 
 unit: setup ## Only the fast tests of pure decisions
 	$(BIN)/python -m pytest tests/unit

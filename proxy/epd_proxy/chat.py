@@ -17,7 +17,7 @@ from epd_proxy.errors import BadRequest, EcMiss, EngineAnswer, ProxyError, Unava
 from epd_proxy.http1 import UpstreamError
 from epd_proxy.jsonbody import Chunks, JsonBody
 from epd_proxy.language import ChatCall, Language, Trail
-from epd_proxy.media import ChatBody, Primed, digest, key_text, read_chat, rewrite
+from epd_proxy.media import ChatBody, Primed, digest, key_text, named, read_chat, rewrite
 from epd_proxy.metrics import Metrics
 from epd_proxy.primers import Key, Primers
 from epd_proxy.sse import EventBuffer
@@ -165,14 +165,15 @@ class Course:
             # On media alone: it keeps tenants apart in the encoder cache, and text goes on as it came.
             body.doc["cache_salt"] = self._caller.salt(body.doc.get("cache_salt"))
         keys = [await _key(key_text(body, item)) for item in chat.items]
+        items = [named(item, key) for item, key in zip(chat.items, keys, strict=True)]
         call = PrimerCall(body, self._id, self._home.door.passed_on(self._headers))
         missed: list[Primed] | None = None
         for again in (False, True):
             self._trail.stage = "encoder"
             began = time.perf_counter()
-            primed = await self._home.primers.prime(call, chat.items, keys, missed=missed)
+            primed = await self._home.primers.prime(call, items, keys, missed=missed)
             self._trail.facts["primer_s"] = _since(began)
-            document, metadata_only = rewrite(body.doc, chat.items, primed)
+            document, metadata_only = rewrite(body.doc, items, primed)
             try:
                 return await self._ask(body, document, None, chat.stream, metadata_only)
             except Missed as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from epd_proxy.errors import BadRequest
@@ -37,7 +37,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One media part without the client's `uuid`; `remote` when its bytes lie behind a URL."""
+    """One media part without the client's `uuid`; `remote` when its bytes lie behind a URL.
+
+    `named` gives it a `uuid` of ours.
+    """
 
     place: Place
     modality: str
@@ -150,6 +153,12 @@ def digest(text: Chunks) -> bytes:
     return state.digest()
 
 
+def named(item: MediaItem, key: bytes) -> MediaItem:
+    """The item with a `uuid` of ours, its key in hex: vLLM takes that for the whole key of what it caches, in
+    place of a hash that knows no tenant. Not where the bytes lie behind a URL: they may change."""
+    return item if item.remote else replace(item, part={**item.part, "uuid": key.hex()})
+
+
 def primer_doc(doc: Mapping[str, Any], items: Sequence[MediaItem]) -> dict[str, Any]:
     """The primer request for `items`: media only, one token, and the fields that enter the mm_hash."""
     scope = {field: doc[field] for field in PRIMER_FIELDS if doc.get(field) is not None}
@@ -162,7 +171,8 @@ def rewrite(
 ) -> tuple[dict[str, Any], bool]:
     """The body for a PD, and whether every item in it is metadata only.
 
-    All items of a modality are rewritten, or none: engines refuse a mixture. No client's `uuid` stays.
+    All items of a modality are rewritten, or none: engines refuse a mixture. No client's `uuid` stays; items
+    that keep their media have ours, so that an engine finds under it what the encoder has stored.
     """
     raw = {item.modality for item, known in zip(items, primed, strict=True) if not known.metadata}
     known_at = {item.place: (item, known) for item, known in zip(items, primed, strict=True)}
@@ -173,6 +183,7 @@ def rewrite(
             if item.modality not in raw:
                 kind = f"{item.modality}_embeds"
                 return {"type": kind, kind: known.metadata, "uuid": known.mm_hash}
+            return item.part
         return _without_uuid(part)
 
     messages = [

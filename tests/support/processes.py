@@ -24,7 +24,9 @@ def free_port() -> int:
 
 
 class Server:
-    """One process that answers `/ready`; `url` is its address, `log` what it wrote."""
+    """One process that answers `ready_path`; `url` is its address, `log` what it wrote."""
+
+    ready_path = "/ready"
 
     def __init__(self, name: str, argv: Sequence[str], port: int, log: Path):
         self.name, self.argv, self.port, self.log = name, list(argv), port, log
@@ -32,10 +34,12 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Server":
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(self.argv, stdout=log, stderr=log, env=env)
+            self._process = subprocess.Popen(self.argv, stdout=log, stderr=log, env=self.environment())
         return self
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def wait_ready(self) -> "Server":
         deadline = time.monotonic() + START_SECONDS
@@ -43,7 +47,7 @@ class Server:
             if self.exit_code is not None:
                 break
             try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}{self.ready_path}", timeout=5).status_code == 200:
                     return self
             except httpx.TransportError:
                 pass

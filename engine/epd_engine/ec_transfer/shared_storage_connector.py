@@ -86,8 +86,8 @@ class ECSharedStorageConnector(StoreConnector):
         super().update_connector_output(output)
         self._saving -= output.finished_sending | set(output.failed_sending)
 
-    def _probe(self, item: "MediaItem") -> None:
-        self.store.probe(item.mm_hash, self.identity.expectation(item), deep=self.config.is_encode_only)
+    def _probe(self, item: "MediaItem", *, deep: bool) -> None:
+        self.store.probe(item.mm_hash, self.identity.expectation(item), deep=deep)
 
     # Worker side
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -69,7 +70,7 @@ class StoreConnector(ECConnectorBase):
 
     def has_cache_item(self, item: "MediaItem") -> bool:
         try:
-            self._probe(item)
+            self._probe(item, deep=self.config.is_encode_only)
         except EntryMissing:
             return False
         except EntryDamaged as error:
@@ -79,6 +80,13 @@ class StoreConnector(ECConnectorBase):
             log.error("%s", error)
             return False
         self.leases.take(item.mm_hash)
+        return True
+
+    def is_published(self, item: "MediaItem") -> bool:
+        try:
+            self._probe(item, deep=False)
+        except StoreError:
+            return False
         return True
 
     def update_state_after_alloc(self, request: "Request", index: int, *, load: bool) -> None:
@@ -103,12 +111,23 @@ class StoreConnector(ECConnectorBase):
             for key in output.finished_sending:
                 self.leases.take(key)
 
+    def settle(self, items: Sequence["MediaItem"]) -> ECConnectorOutput:
+        output = ECConnectorOutput(acknowledged=self._take_acknowledgements())
+        for item in items:
+            if self.is_published(item):
+                output.finished_sending.add(item.mm_hash)
+            else:
+                output.failed_sending[item.mm_hash] = "it is not in the store"
+        self.update_connector_output(output)
+        return output
+
     def _new_plan(self) -> StorePlan:
         return StorePlan()
 
     @abstractmethod
-    def _probe(self, item: "MediaItem") -> None:
-        """Raises `StoreError` where the store holds no usable entry for `item`."""
+    def _probe(self, item: "MediaItem", *, deep: bool) -> None:
+        """Raises `StoreError` where the store holds no usable entry for `item`; `deep`: the payload is read
+        against its checksum too."""
 
     # Worker side
 
@@ -146,14 +165,18 @@ class StoreConnector(ECConnectorBase):
         output, self._output = self._output, ECConnectorOutput()
         for key in self._bound.saves:
             output.failed_sending[key] = "it was not encoded"
-        now = time.monotonic()
-        if self._acknowledgements is not None and now - self._asked > _ACKNOWLEDGEMENTS_SECONDS:
-            self._asked = now
-            output.acknowledged = self._acknowledgements.take()
+        output.acknowledged = self._take_acknowledgements()
         return output
 
     def shutdown(self) -> None:
         self.leases.close()
+
+    def _take_acknowledgements(self) -> list[str]:
+        now = time.monotonic()
+        if self._acknowledgements is None or now - self._asked <= _ACKNOWLEDGEMENTS_SECONDS:
+            return []
+        self._asked = now
+        return self._acknowledgements.take()
 
     @abstractmethod
     def _load(self, item: "MediaItem") -> torch.Tensor:

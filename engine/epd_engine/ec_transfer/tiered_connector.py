@@ -7,7 +7,7 @@ tier has it: a miss in one tier is not a miss, nor is a failure.
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,9 @@ class ECTieredConnector(ECConnectorBase):
             return True
         return False
 
+    def is_published(self, item: "MediaItem") -> bool:
+        return self.memory.is_published(item) or self.storage.is_published(item)
+
     def update_state_after_alloc(self, request: "Request", index: int, *, load: bool) -> None:
         item = request.media[index]
         if not load:
@@ -124,6 +127,12 @@ class ECTieredConnector(ECConnectorBase):
         if files is not None and self.memory.manager is not None:
             for key in files.finished_sending | set(files.failed_sending):
                 self.memory.manager.release(key, _WRITE_BACK)
+
+    def settle(self, items: Sequence["MediaItem"]) -> ECConnectorOutput:
+        in_memory, in_files = self.memory.settle(items), self.storage.settle(items)
+        finished = in_memory.finished_sending | in_files.finished_sending
+        failed = {key: reason for key, reason in in_files.failed_sending.items() if key not in finished}
+        return ECConnectorOutput(finished_sending=finished, failed_sending=failed)
 
     def request_finished(self, request: "Request") -> tuple[bool, Mapping[str, Any] | None]:
         self.memory.request_finished(request)

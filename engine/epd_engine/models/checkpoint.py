@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -140,4 +139,6 @@ class Checkpoint:
 
 def empty_weights() -> Any:
     """A context in which modules get parameters without memory, and real (computed) buffers."""
+    from accelerate import init_empty_weights  # who only reads files (the fingerprint) does without it
+
     return init_empty_weights(include_buffers=False)

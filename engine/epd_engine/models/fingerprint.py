@@ -23,6 +23,25 @@ CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.jso
 VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 READ_BYTES = 1 << 20
 
+# Checkpoint names of tower and projector by architecture, for those who have no family module at hand. Of an
+# architecture that is not here all weights are hashed.
+TOWER_PREFIXES = {
+    "LlavaForConditionalGeneration": (
+        "model.vision_tower.",
+        "vision_tower.",
+        "model.multi_modal_projector.",
+        "multi_modal_projector.",
+    ),
+    "Qwen2AudioForConditionalGeneration": (
+        "model.audio_tower.",
+        "audio_tower.",
+        "model.multi_modal_projector.",
+        "multi_modal_projector.",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": ("model.visual.", "visual."),
+    "Qwen3VLForConditionalGeneration": ("model.visual.", "visual."),
+}
+
 
 def model_fingerprint(checkpoint: Checkpoint, tower_prefixes: tuple[str, ...]) -> str:
     """64 hex digits. Raises `OSError` when the weights cannot be read."""
@@ -30,6 +49,11 @@ def model_fingerprint(checkpoint: Checkpoint, tower_prefixes: tuple[str, ...]) -
     weights = checkpoint.hub_commit or _weights_identity(checkpoint, tower_prefixes)
     text = canonical_json({"configs": configs, "weights": weights})
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
+    """The model fingerprint by what the checkpoint alone says. Raises `OSError` as above."""
+    return model_fingerprint(checkpoint, TOWER_PREFIXES.get(checkpoint.architecture, ("",)))
 
 
 def language_fingerprint(checkpoint: Checkpoint) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from unittest.mock import ANY
 
 from epd_proxy.jsonbody import JsonBody
 from tests.integration.proxy.harness import MakeSetup, body, image, text
@@ -17,7 +18,7 @@ async def test_a_picture_reaches_the_pd_as_metadata_and_the_answer_comes_back_un
     (primer,) = s.encoders[0].calls
     assert primer.body == {
         "model": "digits",
-        "messages": [{"role": "user", "content": [image("seven")]}],
+        "messages": [{"role": "user", "content": [image("seven", uuid=ANY)]}],
         "max_tokens": 1,
         "stream": False,
     }

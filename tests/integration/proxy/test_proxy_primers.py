@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -26,7 +27,9 @@ async def test_items_for_one_encoder_travel_together_in_order_and_equal_ones_onc
     s = await setup()
     await s.chat(image("a", uuid="mine"), text("and"), image("b"), image("a"), image("c"))
     assert seen_by(s.encoders[0]) == [["a", "b", "c"]]
-    assert all("uuid" not in part for part in s.encoders[0].calls[0].parts)
+    ours = [part["uuid"] for part in s.encoders[0].calls[0].parts]
+    assert all(re.fullmatch("[0-9a-f]{64}", uuid) for uuid in ours)
+    assert len(set(ours)) == 3
     assert uuids(s) == [mm_hash(source(name)) for name in "abac"]
 
 
@@ -124,13 +127,17 @@ async def test_a_request_is_not_refused_for_an_item_of_another_request(setup: Ma
     assert seen_by(s.encoders[0]) == [["good", "bad"], ["good"]]
 
 
-async def test_a_modality_without_metadata_keeps_its_media(setup: MakeSetup):
+async def test_a_modality_without_metadata_keeps_its_media_under_the_key_that_the_encoder_got(
+    setup: MakeSetup,
+):
     s = await setup()
     s.encoders[0].default = lambda call: _primed_as(
         call, lambda src: {} if src.endswith("b") else metadata(src)
     )
     await s.chat(image("a", uuid="x"), image("b"))
-    assert s.pds[0].calls[0].parts == [image("a"), image("b")]
+    named = s.encoders[0].calls[0].parts
+    assert [part["image_url"] for part in named] == [image(name)["image_url"] for name in "ab"]
+    assert s.pds[0].calls[0].parts == named
 
 
 async def _primed_as(call, describe):

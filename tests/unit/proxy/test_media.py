@@ -7,7 +7,7 @@ import pytest
 
 from epd_proxy.errors import BadRequest
 from epd_proxy.jsonbody import LIFT_FROM, JsonBody
-from epd_proxy.media import Primed, digest, key_text, primer_doc, read_chat, rewrite
+from epd_proxy.media import Primed, digest, key_text, named, primer_doc, read_chat, rewrite
 
 LONG = "A" * LIFT_FROM
 
@@ -176,6 +176,20 @@ def test_one_item_without_metadata_keeps_its_whole_modality_raw_and_no_other():
     assert parts[:2] == [image("x"), image("y")]
     assert parts[2]["type"] == "audio_embeds"
     assert not metadata_only
+
+
+def test_an_item_has_a_uuid_of_ours_wherever_its_media_go():
+    doc = user(image("x", uuid="theirs"), cache_salt="s")
+    (item,) = [named(item, bytes(range(32))) for item in items_of(doc)]
+    ours = image("x", uuid=bytes(range(32)).hex())
+    assert primer_doc(doc, [item])["messages"] == [{"role": "user", "content": [ours]}]
+    result, _ = rewrite(doc, [item], [Primed("k", {})])
+    assert result["messages"][0]["content"] == [ours]
+
+
+def test_an_item_behind_a_url_has_none_since_its_bytes_may_change():
+    (item,) = items_of(user({"type": "image_url", "image_url": {"url": "http://x"}, "uuid": "theirs"}))
+    assert "uuid" not in named(item, bytes(32)).part
 
 
 def test_a_uuid_is_stripped_from_any_part():
