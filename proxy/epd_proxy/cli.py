@@ -86,10 +86,11 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     limits = parser.add_argument_group("limits")
     for field in fields(Limits):
         counts = isinstance(field.default, int)
+        seconds = _not_negative if field.name == "drain" else _positive
         limits.add_argument(
             _limit_flag(field.name),
             dest=_limit(field.name),
-            type=_positive_int if counts else _not_negative if field.name == "drain" else _positive,
+            type=_positive_int if counts else seconds,
             default=field.default,
             metavar="N" if counts else "S",
             help=f"{_LIMIT_HELP[field.name]} (%(default)s)",
