@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 RELEASE, NAMESPACE = "epd", "epd-system"
 NAME = "epd-epd-operator-metrics-adapter"
 GROUPS = ("v1beta1.custom.metrics.k8s.io", "v1beta2.custom.metrics.k8s.io", "v1beta1.external.metrics.k8s.io")
-QUICK = ("--interval=0.5", "--window=2", "--stale=3", "--look-interval=1")
+QUICK = ("--interval=0.5", "--window=2", "--stale=6", "--look-interval=1")
 
 
 def address_of_this_host() -> str:

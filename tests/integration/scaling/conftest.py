@@ -1,6 +1,7 @@
 """A control plane of these tests' own: a cluster has one server of the metrics APIs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from kubernetes import config
@@ -10,6 +11,7 @@ from tests.cluster.base import Cluster
 from tests.cluster.fixtures import Namespace
 from tests.integration.chart.programs import Helm, Kubectl
 from tests.integration.operator.definitions import define
+from tests.integration.operator.operators import OperatorProcess
 from tests.integration.operator.world import World
 from tests.integration.scaling.adapters import AdapterProcess, Installed, adapting
 
@@ -47,3 +49,20 @@ def world(namespace: Namespace) -> Iterator[World]:
     found = World(namespace)
     yield found
     found.close()
+
+
+@pytest.fixture
+def start_operator(world: World, tmp_path: Path) -> Iterator[Callable[..., OperatorProcess]]:
+    """Starts operators of the test's own namespace, and ends those that still run."""
+    started: list[OperatorProcess] = []
+
+    def start(*arguments: str) -> OperatorProcess:
+        log = tmp_path / f"operator-{len(started)}.log"
+        process = OperatorProcess(world.cluster.kubeconfig, log, f"--namespace={world.name}", *arguments)
+        started.append(process.start())
+        return process.wait_ready()
+
+    yield start
+    for process in started:
+        if process.exit_code is None:
+            process.stop()

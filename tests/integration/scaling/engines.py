@@ -40,6 +40,8 @@ class Engine:
                 pass
 
         self.server = _server(Handler)
+        # Whoever asked may be gone: that is no news.
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.address = str(self.server.server_address[0])
 
 
