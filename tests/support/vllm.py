@@ -45,11 +45,10 @@ FLAGS = (
     "--kv-cache-memory-bytes",
     str(64 << 20),
     "--no-enable-prefix-caching",  # or a prompt that was asked before needs no picture
-    # Or it would first run the largest picture and video there is: minutes on one core.
     "--skip-mm-profiling",
-    "--limit-mm-per-prompt",
-    json.dumps({"image": {"count": 4, "width": 448, "height": 448}, "video": 0}),
 )
+LARGEST = {"count": 4, "width": 448, "height": 448}
+NO_VIDEO: Mapping[str, int] = {"video": 0}
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
 
 # torchvision is a CUDA build, too, and its operators are missing here. vLLM needs only its transforms, which
@@ -122,11 +121,14 @@ class VllmServer(Server):
         connector: Mapping[str, Any] | None,
         *,
         dtype: str = "float32",
+        limits: Mapping[str, int] = NO_VIDEO,
         extra: Sequence[str] = (),
     ):
         port = free_port()
         argv = [str(vllm_python()), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *FLAGS]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *extra]
+        # Or it would first run the largest picture and video there is: minutes on one core.
+        argv += ["--limit-mm-per-prompt", json.dumps({"image": LARGEST, **limits})]
         if connector is not None:
             argv += ["--ec-transfer-config", json.dumps(connector)]
         super().__init__(name, argv, port, folder / f"{name}.log")

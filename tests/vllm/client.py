@@ -58,7 +58,7 @@ class Answer:
 
 
 def ask(
-    server: Server, model: Path, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any
+    server: Server, model: Path | str, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any
 ) -> Answer:
     body = {
         "model": str(model),
@@ -83,7 +83,7 @@ def ask(
     return Answer(200, text, code)
 
 
-def prime(encoder: Server, model: Path, *urls: str) -> list[dict[str, Any]]:
+def prime(encoder: Server, model: Path | str, *urls: str) -> list[dict[str, Any]]:
     """Parts for a PD, as an encoder's answer has them."""
     messages = question(*urls)
     body = {"model": str(model), "messages": messages, "max_tokens": 1, "stream": False}
