@@ -31,4 +31,7 @@ def serve_arguments(traits: RoleTraits, role: Role) -> list[str]:
     flags = ["--shutdown-timeout", str(role.drain_seconds), "--enable-request-id-headers"]
     if traits.reads_media:
         flags.append("--enable-mm-embeds")
+    else:
+        # It has no KV to size; without this it encodes the largest picture and video there are at start.
+        flags.append("--skip-mm-profiling")
     return flags

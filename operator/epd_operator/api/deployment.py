@@ -130,7 +130,11 @@ class Spec(Part):
         if self.ec_store.shared_storage is None:
             raise PydanticCustomError(
                 "vllm_store",
-                "`ecStore` needs files with `engine.type: vllm`, alone or behind memory: give `sharedStorage`",
+                "`ecStore` needs files with `engine.type: vllm`, alone or after memory: give `sharedStorage`",
+            )
+        if self.ec_store.write == "back":
+            raise PydanticCustomError(
+                "vllm_write", "`ecStore.write` must be through with `engine.type: vllm`, or absent"
             )
         if self.kv_transfer_type == "sharedStorage":
             raise PydanticCustomError(

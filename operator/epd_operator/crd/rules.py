@@ -68,7 +68,12 @@ _OF_A_DOCUMENT = (
     Rule(
         ("spec",),
         f"!({_IS_VLLM} && has(self.ecStore) && !has(self.ecStore.sharedStorage))",
-        "ecStore needs files with engine.type vllm, alone or behind memory: give ecStore.sharedStorage",
+        "ecStore needs files with engine.type vllm, alone or after memory: give ecStore.sharedStorage",
+    ),
+    Rule(
+        ("spec",),
+        f"!({_IS_VLLM} && has(self.ecStore) && has(self.ecStore.write) && self.ecStore.write == 'back')",
+        "ecStore.write must be through with engine.type vllm, or absent",
     ),
     Rule(
         ("spec",),

@@ -98,6 +98,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "kv transfer with pd": ({"kvTransfer": {}}, "spec"),
     "vllm with memory alone": ({"engine.type": "vllm", "ecStore.sharedMemory": {}}, "spec"),
+    "vllm that writes files later": (
+        {"engine.type": "vllm", "ecStore": {"sharedMemory": {}, "sharedStorage": {}, "write": "back"}},
+        "spec",
+    ),
     "vllm with kv in files": (
         _SPLIT | {"engine.type": "vllm", "kvTransfer": {"type": "sharedStorage"}},
         "spec",

@@ -231,7 +231,8 @@ def test_vllm_runs_with_our_connector_and_the_janitor_is_ours() -> None:
     encoder, pd = vllm_of("encoder"), vllm_of("pd", roles={"encoder": {}, "pd": {"drainTimeout": "90s"}})
     assert (pd["image"], pd["command"], pd["args"][0]) == ("vllm:1", ["vllm"], "serve")
     assert flag(pd, "--shutdown-timeout") == "90"
-    assert ("--enable-mm-embeds" in encoder["args"], "--enable-mm-embeds" in pd["args"]) == (False, True)
+    for name, reads in (("--enable-mm-embeds", True), ("--skip-mm-profiling", False)):
+        assert (name in encoder["args"], name in pd["args"]) == (not reads, reads)
     configs = [ec_config(encoder), ec_config(pd)]
     assert [config.pop("ec_role") for config in configs] == ["ec_producer", "ec_consumer"]
     assert configs[0] == configs[1]
@@ -243,9 +244,9 @@ def test_vllm_runs_with_our_connector_and_the_janitor_is_ours() -> None:
 
 
 def test_vllm_keeps_the_nearer_tier_in_memory() -> None:
-    config = ec_config(vllm_of("pd", ecStore={"sharedMemory": {}, "sharedStorage": {}, "write": "back"}))
+    config = ec_config(vllm_of("pd", ecStore={"sharedMemory": {}, "sharedStorage": {}}))
     assert config["ec_connector"] == "EPDTieredConnector"
-    assert config["ec_connector_extra_config"]["write"] == "back"
+    assert config["ec_connector_extra_config"].keys() == {"memory", "storage", "write"}
 
 
 @pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
