@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import hashlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,13 @@ async def _run_adapter(given: argparse.Namespace) -> None:
     # What makes certificates is loaded by those alone who need some.
     from .metrics_adapter.adapter import MetricsAdapter
 
-    await MetricsAdapter(adapter_options(given)).run()
+    work = asyncio.ensure_future(MetricsAdapter(adapter_options(given)).run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        pass  # told to end: what was asked is answered
 
 
 def _options(given: argparse.Namespace) -> Options:

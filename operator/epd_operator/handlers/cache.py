@@ -83,7 +83,7 @@ class Cache:
         gone = [
             place
             for place in self._entries
-            if place.kind is kind and namespace in (None, place.namespace) and place[1:] not in names
+            if place.kind == kind and namespace in (None, place.namespace) and place[1:] not in names
         ]
         keys = {self._entries[place].key for place in gone}
         for place in gone:
@@ -106,7 +106,7 @@ class Cache:
 
     def of_kind(self, key: Key, kind: Kind) -> list[Object]:
         """What of one kind was made for a resource, by name."""
-        places = sorted(place for place in self._children.get(key, ()) if place.kind is kind)
+        places = sorted(place for place in self._children.get(key, ()) if place.kind == kind)
         return [_object(self._entries[place]) for place in places]
 
     def _forget(self, place: _Place) -> None:

@@ -25,6 +25,7 @@ from .trust import FrontProxy, read_front_proxy
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_SHUTDOWN_S = 5.0
 _NOBODY = FrontProxy("", frozenset(), (), (), ())
 
 
@@ -82,7 +83,7 @@ class MetricsAdapter:
             unready,
             options.groups,
         )
-        runner = web.AppRunner(metrics_api.application(), access_log=None)
+        runner = web.AppRunner(metrics_api.application(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, port=options.port, ssl_context=self._tls.context).start()

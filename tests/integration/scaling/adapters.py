@@ -153,9 +153,11 @@ class AdapterProcess:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(30)
+                code = self._process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
+                raise AssertionError(f"did not heed SIGTERM:\n{self.log.read_text()[-4000:]}") from None
+            assert code == 0, self.log.read_text()[-4000:]
 
 
 @contextmanager
