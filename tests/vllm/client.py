@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.support.digits import data_url
 from tests.support.processes import Server
+from tests.support.waiting import eventually
 
 TOKENS = 8
 
@@ -94,6 +95,11 @@ def prime(encoder: Server, model: Path | str, *urls: str) -> list[dict[str, Any]
         for index in said["item_indices"]:
             parts[index] = {"type": "image_embeds", "image_embeds": said["metadata"], "uuid": key}
     return parts
+
+
+def until_metric(server: Server, name: str, value: float) -> None:
+    """Waits until a sample has this value: vLLM's metrics follow an answer by a moment."""
+    eventually(lambda: server.metric(name) == value)
 
 
 def about(*parts: dict[str, Any]) -> list[dict[str, Any]]:
