@@ -16,6 +16,7 @@ class AudioDeployment:
     pd: Server
     proxy: Server
     aggregated: Server
+    store: Path
 
 
 @pytest.fixture(scope="package")
@@ -28,4 +29,4 @@ def audio(tmp_path_factory: pytest.TempPathFactory, audio_model: Path) -> Iterat
     aggregated = engine("aggregated", folder, model=audio_model, extra=["--max-audio-seconds", "60"])
     front = proxy(folder, [encoder], [pd])
     with running(encoder, pd, aggregated, front):
-        yield AudioDeployment(encoder, pd, front, aggregated)
+        yield AudioDeployment(encoder, pd, front, aggregated, store)
