@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -306,6 +307,41 @@ def case_tiers_publish_in_both_and_load_from_memory(store: Path) -> None:
     assert torch.equal(pd.gathered[KEY], encoded(KEY))
     encoder.close()
     pd.close()
+
+
+def case_room_made_by_evicting_what_the_same_request_needs_ends_well(store: Path) -> None:
+    third = "ef" * 32
+    publish(store, KEY, OTHER, third)
+    pd = Instance("ec_consumer", store)
+    pd.scheduler.encoder_cache_manager = EncoderCacheManager(8)  # two pictures
+    for key in (KEY, OTHER):
+        pd.add(picture(key, pixels=False))
+        until_said(pd)
+    pd.add(picture(third, pixels=False), picture(KEY, pixels=False, offset=6))  # KEY is the first to go
+    (said,) = until_said(pd)
+    assert said.new_token_ids == [7], said
+    assert torch.equal(pd.gathered[KEY], encoded(KEY))
+
+
+def case_an_encoder_cache_that_was_reset_is_filled_again(store: Path) -> None:
+    publish(store, KEY)
+    pd = Instance("ec_consumer", store)
+    for _ in range(2):
+        pd.add(picture(KEY, pixels=False))
+        (said,) = until_said(pd)
+        assert said.new_token_ids == [7], said
+        pd.scheduler.encoder_cache_manager.reset()
+        pd.encoder_cache.clear()
+
+
+def case_both_roles_in_one_instance_publish_what_they_compute_and_load_what_is_there(store: Path) -> None:
+    publish(store, KEY)
+    both = Instance("ec_both", store)
+    both.add(picture(KEY, pixels=False), picture(OTHER, pixels=True, offset=6))
+    (said,) = until_said(both)
+    assert said.new_token_ids == [7], said
+    assert torch.equal(both.gathered[KEY], encoded(KEY))
+    assert entry(store, OTHER).exists()
 
 
 def case_a_request_that_is_aborted_leaves_nothing_behind(store: Path) -> None:
