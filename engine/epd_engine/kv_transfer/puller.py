@@ -83,16 +83,20 @@ class Puller:
         return num_bytes
 
     def _read(self, view: PoolView, theirs: list[int], ours: tuple[int, ...], deadline: float) -> int:
+        """With a new agent once more: what went before may have left a broken connection to the peer."""
         agents = vars(self._agents)
-        if view.agent not in agents:
-            agents[view.agent] = PoolAgent(self._cache, self._identity)
-        agent: PoolAgent = agents[view.agent]
-        try:
-            return agent.read(view, theirs, ours, deadline)
-        except PullError:
-            del agents[view.agent]
-            agent.close()
-            raise
+        for is_last in (False, True):
+            if view.agent not in agents:
+                agents[view.agent] = PoolAgent(self._cache, self._identity)
+            agent: PoolAgent = agents[view.agent]
+            try:
+                return agent.read(view, theirs, ours, deadline)
+            except PullError:
+                del agents[view.agent]
+                agent.close()
+                if is_last or time.monotonic() >= deadline:
+                    raise
+        raise AssertionError("the last one returns or raises")
 
     def _blank_tail(self, pull: BlockPull) -> None:
         """What lies behind the prompt's end in its last block was another request's once."""
