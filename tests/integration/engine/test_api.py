@@ -162,6 +162,9 @@ def test_a_client_that_goes_away_frees_its_request(aggregated: Server, stream: b
         except httpx.TimeoutException:
             pass
     eventually(lambda: aggregated.metric("epd_engine_requests_running") == 0)
+    assert aggregated.metric("epd_engine_requests_in_progress") == 0
+    assert aggregated.metric("epd_engine_queued_prompt_tokens") == 0
+    assert aggregated.metric("epd_engine_busy_seconds_total") > 0
     assert aggregated.metric("epd_engine_generated_tokens_total") < before + 4 * 900
     assert aggregated.metric("epd_engine_kv_cache_usage_ratio") == 0
     assert aggregated.metric("epd_engine_encoder_cache_referenced_embeddings") == 0

@@ -1,6 +1,6 @@
 """What people are told of scaling: two scalers, load, a bottleneck; and encoders that come from none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,15 +76,23 @@ def test_load_and_a_bottleneck_are_told_with_their_numbers(
         assert "pd " in message
 
 
-@pytest.fixture
-def from_none(control_plane: Cluster) -> Iterator[None]:
-    """An API server that admits autoscalers which go down to 0."""
-    control_plane.restart_apiserver(["--feature-gates=HPAScaleToZero=true"])
-    yield
-    control_plane.restart_apiserver([])
-
-
 SLEEPING = {"autoscaling": {"minReplicas": 0, "maxReplicas": 3}}
+
+
+def test_where_the_api_server_does_not_admit_none_that_is_said(
+    world: World, start_operator: StartOperator
+) -> None:
+    start_operator()
+    world.create(spec=spec(roles={"encoder": SLEEPING, "pd": {"replicas": 1}}))
+    condition = world.await_condition("Degraded", "ApplyFailed")
+    assert "spec.minReplicas" in condition["message"]
+    assert world.replicas("demo-encoder") == 1
+
+
+@pytest.fixture
+def from_none(control_plane: Cluster) -> None:
+    """An API server that admits autoscalers which go down to 0, from here on."""
+    control_plane.restart_apiserver(["--feature-gates=HPAScaleToZero=true"])
 
 
 @pytest.mark.usefixtures("from_none")
@@ -103,13 +111,3 @@ def test_encoders_end_when_nobody_asks_about_pictures_and_come_back(
         where.pictures = 0.0
         settle(where, "encoder", 0)
         assert where.seen("pd") == {1}
-
-
-def test_where_the_api_server_does_not_admit_none_that_is_said(
-    world: World, start_operator: StartOperator
-) -> None:
-    start_operator()
-    world.create(spec=spec(roles={"encoder": SLEEPING, "pd": {"replicas": 1}}))
-    condition = world.await_condition("Degraded", "ApplyFailed")
-    assert "spec.minReplicas" in condition["message"]
-    assert world.replicas("demo-encoder") == 1
