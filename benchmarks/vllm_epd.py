@@ -138,18 +138,18 @@ def sides(peers: Peers, program: Path) -> Iterator[tuple[Side, Side]]:
     for name, connector in (("ours", "EPDStoreConnector"), ("peer", "ECExampleConnector")):
         store = peers.memory / name
         store.mkdir()
-        roles = (("encoder", "ec_producer"), ("pd", "ec_consumer"))
-        pairs.append([engine(peers, f"{name} {one}", role, connector, store) for one, role in roles])
+        encoder = engine(peers, f"{name} encoder", "ec_producer", connector, store)
+        pairs.append((encoder, engine(peers, f"{name} pd", "ec_consumer", connector, store)))
     with ExitStack() as stack:
         stack.enter_context(started([one for pair in pairs for one in pair]))
         proxies = [
-            our_proxy(peers, *(one.url for one in pairs[0])),
-            peer_proxy(peers, program, *(one.url for one in pairs[1])),
+            our_proxy(peers, pairs[0][0].url, pairs[0][1].url),
+            peer_proxy(peers, program, pairs[1][0].url, pairs[1][1].url),
         ]
         for proxy, pair in zip(proxies, pairs, strict=True):
             with alone(*pair):
                 stack.enter_context(started([proxy]))
-        yield Side(*pairs[0], proxies[0]), Side(*pairs[1], proxies[1])
+        yield Side(*pairs[0], proxy=proxies[0]), Side(*pairs[1], proxy=proxies[1])
 
 
 def run(program: Path, count: int, rounds: int) -> list[Row]:
