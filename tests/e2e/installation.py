@@ -53,6 +53,18 @@ class Installation:
         pods = self.get("pods", "-l", f"app.kubernetes.io/component={role}")["items"]
         return [p["metadata"]["name"] for p in pods if "deletionTimestamp" not in p["metadata"]]
 
+    def metric(self, role: str, sample: str) -> float:
+        """A sample of the role's one pod, with its labels; 0 where it has none yet."""
+        (pod,) = self.pods(role)
+        program = (
+            "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
+        )
+        command = ["exec", pod, "-n", self.namespace, "--", "python3", "-c", program]
+        for line in self.kubectl(*command).splitlines():
+            if line.startswith(f"{sample} "):
+                return float(line.split()[-1])
+        return 0.0
+
     def encoder_replicas(self) -> int:
         replicas: int = self.get("deployment", f"{self.name}-encoder")["spec"]["replicas"]
         return replicas

@@ -54,23 +54,12 @@ def installed(
     kubectl("delete", "persistentvolume", "e2e-memory", "e2e-files")
 
 
-def metric(installed: Installation, role: str, sample: str) -> float:
-    """A sample of the role's one pod, with its labels."""
-    (pod,) = installed.pods(role)
-    program = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
-    command = ["exec", pod, "-n", installed.namespace, "--", "python3", "-c", program]
-    for line in installed.kubectl(*command).splitlines():
-        if line.startswith(f"{sample} "):
-            return float(line.split()[-1])
-    return 0.0
-
-
 def test_pods_of_different_users_exchange_an_entry_through_memory(
     installed: Installation, memory: Path
 ) -> None:
     assert installed.answer([user(shipped("seven"), "What digit is this?")]) == "seven"
     loaded = 'epd_engine_ec_load_bytes_total{tier="memory"}'
-    assert metric(installed, "pd", loaded) > 0
+    assert installed.metric("pd", loaded) > 0
     (arena,) = memory.rglob("*.arena")
     (lease,) = [path for path in memory.rglob(".leases/*") if path.stat().st_uid == USERS["pd"]]
     assert arena.stat().st_uid == USERS["encoder"]
@@ -95,4 +84,4 @@ def test_what_memory_has_lost_comes_from_the_files(installed: Installation, memo
     eventually(lambda: installed.pods("pd") not in ([], [pod]))
     installed.wait_ready()
     eventually(lambda: installed.ask([user(shipped("seven"), "What digit is this?")]).status_code == 200)
-    assert metric(installed, "pd", 'epd_engine_ec_load_bytes_total{tier="storage"}') > 0
+    assert installed.metric("pd", 'epd_engine_ec_load_bytes_total{tier="storage"}') > 0
