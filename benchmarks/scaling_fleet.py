@@ -174,5 +174,6 @@ class Fleet:
         """Least outstanding; there is always one, since the last is not scaled away."""
         return min(self.ready(now) or self.replicas, key=lambda replica: replica.jobs)
 
-    def replica_seconds(self, end: float) -> float:
-        return sum(min(one.stopped, end) - one.begun for one in self.replicas + self.retired)
+    def replica_seconds(self, begin: float, end: float) -> float:
+        everyone = self.replicas + self.retired
+        return sum(max(0.0, min(one.stopped, end) - max(one.begun, begin)) for one in everyone)

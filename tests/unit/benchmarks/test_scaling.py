@@ -70,7 +70,8 @@ def test_replicas_start_late_and_drain_before_they_stop() -> None:
     busy.add(job(), 30.0)
     fleet.scale(1, 31.0)
     assert fleet.replicas == [busy]
-    assert fleet.replica_seconds(41.0) == 31.0 + 41.0
+    assert fleet.replica_seconds(0.0, 41.0) == 31.0 + 41.0
+    assert fleet.replica_seconds(35.0, 41.0) == 6.0
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ def test_it_scales_down_after_the_window_and_only_to_its_highest_wish() -> None:
 
 @pytest.mark.parametrize("kind", ["aggregated, utilisation", "EPD, own signals"])
 def test_every_request_of_a_trace_is_answered_once(kind: str) -> None:
-    arrivals = trace(TraceShape(seconds=300.0), seed=1)
-    simulation = Simulation(Policy(kind, (256.0, 4.0) if "own" in kind else (0.6,)), TIMES, Limits.of(TIMES))
+    arrivals = trace(TraceShape(seconds=700.0), seed=1)
+    simulation = Simulation(Policy(kind, (256.0, 4.0) if "own" in kind else (0.6,)), TIMES, Limits())
     outcome = simulation.run(arrivals)
     answered = [one.arrival for one in simulation.done]
     assert sorted(answered, key=lambda one: one.time) == arrivals
