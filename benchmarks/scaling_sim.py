@@ -7,9 +7,9 @@
   EPD, one signal             encoders and PD, both on requests in flight in the whole deployment
   EPD, own signals            encoders on queued media tokens, PD on running and waiting requests: ours
 
-For each way the targets are varied, and the cheapest counts that keeps a share of requests within both limits
-(time to first token, time per output token) which all ways can keep, so that attainment is equal. Pure Python,
-without an engine: service times are measured ones (`service_times.py`), the rest is assumption and is printed.
+For each way the targets are varied, and the cheapest counts that keeps a share of requests within both
+limits (time to first token, time per output token) which all ways can keep, so that attainment is equal. Pure
+Python, without an engine: service times are measured (`service_times.py`), what is assumed is printed.
 """
 
 import argparse
