@@ -34,7 +34,7 @@ BEAT_BYTES = 4096
 DAMAGED = ("checksum", "header", "disagree", "payload ends", "shorter")  # as reasons of a failed load
 DELETED_UNDER_LEASE = "an entry was deleted under a live lease"
 MET_DAMAGE = "a damaged entry was in its place"
-SEEN_SECONDS = 1.0  # after so long a lease is known to everybody
+SEEN_SECONDS = 2.0  # after so long a lease is known to everybody, a process that had to wait for a core too
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_answers_are_those_of_an_instance_that_encodes_by_itself(pair: tuple[str
     family, epd = pair
     questions = [question(picture()), question(picture(224, 112)), question(picture(), picture())]
     right = [ask(epd.pd, epd.model, one) for one in questions]
-    assert len({answer.text for answer in right}) == len(right), "the answer must depend on the pictures"
+    assert len({answer.text for answer in right}) > 1, "the answer must depend on the pictures"
     hits = epd.pd.metric("epd_engine_ec_external_hits_total")
     assert [ask(epd.front, epd.model, one) for one in questions] == right
     # LLaVA's pictures travel again, under the key that the encoder stored them by: no tower runs for them.

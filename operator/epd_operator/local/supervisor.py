@@ -93,16 +93,18 @@ class Supervisor:
             self.state.processes = [process.state for process in self._processes]
             running = [asyncio.create_task(process.run()) for process in self._processes]
             try:
-                return await self._serve(running, stop)
+                return await self._serve(client, running, stop)
             finally:
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
                 await self._stop(stop.hurry)
 
-    async def _serve(self, running: list[asyncio.Task[None]], stop: StopRequest) -> bool:
+    async def _serve(
+        self, client: httpx.AsyncClient, running: list[asyncio.Task[None]], stop: StopRequest
+    ) -> bool:
         asked = asyncio.create_task(_set(stop.asked))
-        all_ready = asyncio.create_task(self._all_ready())
+        all_ready = asyncio.create_task(self._all_ready(client))
         try:
             while not (all_ready.done() or asked.done()):
                 waited_for = [*running, asked, all_ready]
@@ -121,9 +123,21 @@ class Supervisor:
             asked.cancel()
             all_ready.cancel()
 
-    async def _all_ready(self) -> None:
+    async def _all_ready(self, client: httpx.AsyncClient) -> None:
         for process in self._processes:
             await process.was_ready.wait()
+        while not await self._proxy_sees_all(client):  # noqa: ASYNC110 - no event comes from a process
+            await asyncio.sleep(_TICK_S)
+
+    async def _proxy_sees_all(self, client: httpx.AsyncClient) -> bool:
+        """Whether the proxy, which asks the engines now and then, has found each of them ready. It is ready
+        itself, for text, without encoders."""
+        try:
+            answer = await client.get(f"{self._processes[-1].spec.url}/ready")
+            roles = answer.json()["roles"]
+        except (httpx.TransportError, ValueError, KeyError):
+            return False
+        return all(instance["ready"] for instances in roles.values() for instance in instances)
 
     async def _stop(self, hurry: asyncio.Event) -> None:
         """The proxy first: it finishes its requests while the engines are there."""

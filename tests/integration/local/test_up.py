@@ -84,7 +84,8 @@ def test_in_the_background_from_up_to_down(epd: Epd, document: Document) -> None
         *("janitor", "proxy"),
     ]
     assert {one["phase"] for one in state["processes"]} == {"ready"}
-    get(f"{state['address']}/ready")
+    roles = get(f"{state['address']}/ready")["roles"]
+    assert all(one["ready"] for ones in roles.values() for one in ones), "the proxy knows it too"
     engine = get(f"http://127.0.0.1:{named(state, 'encoder-1')['port']}/health")
     assert engine["argv"][2] == str(document.path.parent / "model"), "relative to the document"
 

@@ -1,7 +1,10 @@
-"""Behaves like `epd-proxy` as far as `epd up` can see: ready when all its engines are."""
+"""Behaves like `epd-proxy` as far as `epd up` can see: ready when its language engines are, and late in
+knowing of an encoder."""
 
 import argparse
 import http.server
+import itertools
+import json
 import signal
 import sys
 import threading
@@ -20,21 +23,35 @@ if not (options.pd or (options.prefill and options.decode)):
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
-def engines_are_ready() -> bool:
-    for url in (*options.encoder, *options.pd, *options.prefill, *options.decode):
-        try:
-            urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-        except OSError:
-            return False
+ROLES = {name: getattr(options, name) for name in ("encoder", "pd", "prefill", "decode")}
+asked = itertools.count()  # since all are ready
+
+
+def state() -> dict[str, list[dict[str, bool]]]:
+    roles = {role: [{"ready": is_ready(url)} for url in urls] for role, urls in ROLES.items()}
+    if all(one["ready"] for ones in roles.values() for one in ones) and next(asked) < 3:
+        roles["encoder"] = [{"ready": False} for _ in options.encoder]
+    return roles
+
+
+def is_ready(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+    except OSError:
+        return False
     return True
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = self.path in ("/health", "/ready")
-        self.send_response(404 if not known else 200 if engines_are_ready() else 503)
-        self.send_header("Content-Length", "0")
+        roles = state()
+        ready = all(one["ready"] for role, ones in roles.items() for one in ones if role != "encoder")
+        body = json.dumps({"roles": roles}).encode()
+        self.send_response(404 if not known else 200 if ready else 503)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
