@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from report import Row, print_table, write_json
+from report import Row, latency_rows, print_table, write_json
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -253,15 +253,9 @@ def beside(peers: Peers, extent: Extent, only: frozenset[str]) -> list[Row]:
                     between[name] += timings.between
     rows = []
     for label, times in (("time to first token", first), ("between tokens", between)):
-        for share in (0.5, 0.99):
-            mine, peer = (_quantile(times[name], share) * 1000 for name in ("split", "whole"))
-            what = f"text beside pictures, 1E+1PD: {label}, p{100 * share:.0f}"
-            rows.append(Row(what, mine, "ms", "ours aggregated", peer))
+        what = f"text beside pictures, 1E+1PD: {label}"
+        rows += latency_rows(what, times["split"], "ours aggregated", times["whole"])
     return rows
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 PARTS = ("throughput", "text", "first", "start", "steps", "beside")

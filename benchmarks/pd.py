@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 import torch
-from report import Row, print_table, write_json
+from report import Row, latency_rows, print_table, write_json
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -181,10 +181,8 @@ def beside(peers: Peers, pair: Target, extent: Extent) -> list[Row]:
                     first[name] += timings.first
     rows = []
     for label, times in (("between tokens", between), ("time to first token", first)):
-        for share in (0.5, 0.99):
-            mine, peer = (_quantile(times[name], share) * 1000 for name in ("split", "whole"))
-            what = f"chats beside long prompts, 1P+1D: {label}, p{100 * share:.0f}"
-            rows.append(Row(what, mine, "ms", "ours aggregated", peer))
+        what = f"chats beside long prompts, 1P+1D: {label}"
+        rows += latency_rows(what, times["split"], "ours aggregated", times["whole"])
     return rows
 
 
@@ -238,10 +236,6 @@ def least(kind: str, num_bytes: int, memory: Path) -> float:
         times.append(time.perf_counter() - began)
     os.unlink(path)
     return min(times)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _parts(text: str) -> frozenset[str]:

@@ -32,6 +32,20 @@ class Row:
         return self.peer_value / self.value
 
 
+def latency_rows(name: str, ours: Sequence[float], peer: str, theirs: Sequence[float]) -> list[Row]:
+    """Median and 99th percentile of latencies in seconds, as rows in ms."""
+    return [
+        Row(
+            f"{name}, p{100 * share:.0f}",
+            _quantile(ours, share) * 1000,
+            "ms",
+            peer,
+            _quantile(theirs, share) * 1000,
+        )
+        for share in (0.5, 0.99)
+    ]
+
+
 def print_table(rows: Sequence[Row]) -> None:
     """A Markdown table, fit for docs/benchmarks.md as it is."""
     print("| what | ours | unit | peer | peer's | ratio | target |")
@@ -45,6 +59,10 @@ def print_table(rows: Sequence[Row]) -> None:
 def write_json(rows: Sequence[Row], path: Path) -> None:
     documents = [{**asdict(row), "ratio": row.ratio} for row in rows]
     path.write_text(json.dumps(documents, indent=2) + "\n")
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _number(value: float | None) -> str:
