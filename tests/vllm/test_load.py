@@ -19,6 +19,9 @@ ENTRY_BYTES = 16 * 128 * 4
 BUDGET = 32 * ENTRY_BYTES
 PICTURES, CLIENTS = 48, 6
 RETRIES = 3
+# The PD holds many pictures of the second round itself and does not read them, so nothing acknowledges what
+# was published for it: such entries keep their producers' leases to the end, and may fill the store.
+NO_ROOM = "bad_primer_answer"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def patiently(front: Server, model: Path, messages: list[dict[str, Any]]) -> Ans
     """As a client whose library retries: it is told where for a moment there is no room for its picture."""
     for _ in range(RETRIES):
         answer = ask(front, model, messages)
-        if answer.status not in (502, 503):
+        if answer.code != NO_ROOM:
             return answer
     return answer
 
