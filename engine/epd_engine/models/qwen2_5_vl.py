@@ -109,6 +109,11 @@ class Qwen2_5_VL(ModelFamily):
 
     # Modules
 
+    def load_tower(self) -> None:
+        super().load_tower()
+        tower: Any = self.tower
+        tower.patch_embed = _patch_projection(tower.patch_embed.proj)
+
     def _make_tower(self) -> nn.Module:
         tower: nn.Module = Qwen2_5_VisionTransformerPretrainedModel._from_config(
             self._vision, attn_implementation="sdpa"
@@ -122,6 +127,18 @@ class Qwen2_5_VL(ModelFamily):
     @property
     def _tied_head(self) -> bool:
         return bool(self._config.tie_word_embeddings or self._text.tie_word_embeddings)
+
+
+def _patch_projection(convolution: nn.Conv3d) -> nn.Linear:
+    """Pixels `[patches, values of a patch]` to the tower's width, as the convolution over single patches did.
+
+    Where each input is as large as the kernel that is a matrix product; the CPU's convolution took a hundred
+    times as long for it, a third of the whole tower's time.
+    """
+    weight = convolution.weight.flatten(1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def _read_grid(metadata: Mapping[str, Any]) -> tuple[int, int, int]:

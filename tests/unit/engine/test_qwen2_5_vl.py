@@ -45,6 +45,13 @@ def test_an_encoder_reads_the_tower_and_nothing_else() -> None:
     assert not any("lm_head" in n or "embed_tokens" in n for n in names)
 
 
+def test_patches_are_projected_by_a_matrix_product() -> None:
+    """A convolution over single patches is one, and takes a hundred times as long on a CPU."""
+    loaded = family()
+    loaded.load_tower()
+    assert not [m for m in loaded.tower.modules() if isinstance(m, torch.nn.Conv3d)]
+
+
 def test_a_language_model_reads_no_tower() -> None:
     loaded = family()
     loaded.load_language()
