@@ -59,12 +59,14 @@ class EncoderCacheManager:
 
     @property
     def num_referenced(self) -> int:
-        return sum(e.item.num_embeds for e in self._entries.values() if e.references)
+        """May be asked for in any thread, as may `num_aside`."""
+        # A copy is made in one go: the scheduler's thread does not get in between.
+        return sum(e.item.num_embeds for e in tuple(self._entries.values()) if e.references)
 
     @property
     def num_aside(self) -> int:
         """Embeddings that wait in host memory for requests that may need them again."""
-        return sum(item.num_embeds for item in self._aside.values())
+        return sum(item.num_embeds for item in tuple(self._aside.values()))
 
     def expect(self, request: Request) -> None:
         """`request` lives from now on: once its items without pixels are here, they are kept for it."""

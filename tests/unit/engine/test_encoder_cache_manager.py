@@ -1,3 +1,9 @@
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
 from epd_engine.core.encoder_cache_manager import EncoderCacheManager, EncoderCacheMoves
 from tests.support.engine_objects import item, key, request
 
@@ -127,3 +133,45 @@ def test_an_item_with_pixels_is_not_set_aside() -> None:
     cache.release(a, 0)
     assert cache.allocate(b, 0)
     assert cache.take_moves() == EncoderCacheMoves(freed=[key("a")])
+
+
+@pytest.fixture
+def impatient_threads() -> Iterator[None]:
+    """Threads take turns as often as the interpreter can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("impatient_threads")
+def test_metrics_are_read_in_another_thread_while_items_come_and_go() -> None:
+    cache = EncoderCacheManager(64)
+    for number in range(32):
+        assert cache.allocate(request(f"r{number}", 4, [item(f"resident-{number}", 0, 1)]), 0)
+    passing = request("r", 4, [item("passing", 0, 4)])
+    # One that lives and has no pixels: its item is set aside whenever it is evicted.
+    waiting = request("s", 4, [item("waiting", 0, 32)])
+    cache.expect(waiting)
+    over = threading.Event()
+
+    def schedule() -> None:
+        while not over.is_set():
+            if cache.is_aside(waiting.media[0]):
+                cache.bring_back(waiting, 0)
+            else:
+                cache.allocate(waiting, 0)
+            cache.take_moves()
+            cache.release(waiting, 0)
+            cache.allocate(passing, 0)
+            cache.drop(key("passing"))
+
+    scheduler = threading.Thread(target=schedule)
+    scheduler.start()
+    try:
+        for _ in range(20000):
+            assert 32 <= cache.num_referenced <= 64
+            assert cache.num_aside in (0, 32)
+    finally:
+        over.set()
+        scheduler.join()
