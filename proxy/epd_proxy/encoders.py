@@ -19,6 +19,7 @@ from epd_proxy.pool import Instance, Lease
 from epd_proxy.upstream import Failed, Role, busy, call_headers
 
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,256}")
+_NO_ROOM_SECONDS = 1  # readers make room within moments, unless the volume is truly full
 _PRIMER_PLACE = re.compile(rb"messages\[0\]\.content\[(\d+)\]")
 
 
@@ -67,6 +68,11 @@ class Encoders:
             try:
                 primed = read_primer_answer(answer.body, len(items))
                 return [replace(one, encoder=instance.origin.url) for one in primed]
+            except NotPublished as error:
+                final = ProxyError(
+                    503, f"{where}: {error}", code="ec_store_unavailable", retry_after=_NO_ROOM_SECONDS
+                )
+                raise Failed(final, "not_published", sent=True) from None
             except ValueError as error:
                 final = ProxyError(502, f"{where} gave a malformed answer: {error}", code="bad_primer_answer")
                 raise Failed(final, "malformed", sent=True) from None
@@ -79,8 +85,13 @@ class Encoders:
         raise Failed(final, f"status_{answer.status}", sent=True)
 
 
+class NotPublished(Exception):
+    """A well-formed answer leaves items out: the store had no room for them, or could not be written."""
+
+
 def read_primer_answer(body: bytes, count: int) -> list[Primed]:
-    """The answer for each of `count` items. Raises ValueError when it does not cover each exactly once."""
+    """The answer for each of `count` items. Raises NotPublished where items are left out, as vLLM does with
+    those that could not be saved; ValueError where it is malformed or covers an item twice."""
     document = orjson.loads(body)
     params = document.get("ec_transfer_params") if isinstance(document, dict) else None
     if not isinstance(params, dict):
@@ -96,7 +107,7 @@ def read_primer_answer(body: bytes, count: int) -> list[Primed]:
             primed[index] = Primed(mm_hash, metadata)
     covered = [one for one in primed if one is not None]
     if len(covered) < count:
-        raise ValueError(f"only {len(covered)} of {count} items are covered")
+        raise NotPublished(f"only {len(covered)} of {count} media items could be put into the EC store")
     return covered
 
 

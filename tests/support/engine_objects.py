@@ -44,6 +44,7 @@ class SetConnector(ECConnectorBase):
         self.stored, self.probes = stored, 0
         self.loads: list[str] = []
         self.saves: list[str] = []
+        self.acknowledged: list[str] = []
 
     def has_cache_item(self, item: MediaItem) -> bool:
         self.probes += 1
@@ -51,6 +52,9 @@ class SetConnector(ECConnectorBase):
 
     def update_state_after_alloc(self, request: Request, index: int, *, load: bool) -> None:
         (self.loads if load else self.saves).append(request.media[index].mm_hash)
+
+    def acknowledge(self, item: MediaItem) -> None:
+        self.acknowledged.append(item.mm_hash)
 
     def build_connector_meta(self) -> ECConnectorMetadata:
         return ECConnectorMetadata()

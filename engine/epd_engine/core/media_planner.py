@@ -4,6 +4,7 @@ from enum import Enum
 
 from epd_engine.core.encoder_cache_manager import EncoderCacheManager
 from epd_engine.core.output import SchedulerOutput
+from epd_engine.core.remote_kv import RemotePrefill
 from epd_engine.core.request import MediaItem, Request, RequestError
 from epd_engine.ec_transfer.base import ECConnectorBase
 
@@ -53,6 +54,7 @@ class MediaPlanner:
         if self.cache.conflicts(request.media[index]):
             return Placement.MISSING
         if self.cache.reference_if_cached(request, index):
+            self._acknowledge(request, index)
             return Placement.READY
         if self.cache.is_aside(request.media[index]):
             return Placement.READY if self.cache.bring_back(request, index) else Placement.LATER
@@ -61,9 +63,22 @@ class MediaPlanner:
                 return Placement.LATER
             assert self.connector is not None
             self.connector.update_state_after_alloc(request, index, load=True)
+            request.acknowledged.add(request.media[index].mm_hash)  # by the load itself
             step.external_load_encoder_input.append((request, index))
             return Placement.READY
         return self._compute(request, index, step)
+
+    def skip_known(self, request: Request) -> None:
+        """Media whose KV is known are never placed: another request has computed it."""
+        for index, item in enumerate(request.media):
+            if item.end <= request.num_computed_tokens:
+                self._acknowledge(request, index)
+
+    def forget(self, request: Request) -> None:
+        """`request` has ended."""
+        self.cache.forget(request)
+        for index in range(len(request.media)):
+            self._acknowledge(request, index)
 
     def place_for_publishing(self, request: Request, index: int, step: SchedulerOutput) -> Placement:
         """The same for an encode-only instance, whose goal is an entry in the store.
@@ -104,9 +119,20 @@ class MediaPlanner:
     def _in_store(self, request: Request, index: int) -> bool:
         if self.connector is None:
             return False
-        if index not in request.in_store:
-            request.in_store[index] = self.connector.has_cache_item(request.media[index])
-        return request.in_store[index]
+        item = request.media[index]
+        if item.mm_hash not in request.in_store:
+            request.in_store[item.mm_hash] = self.connector.has_cache_item(item)
+        return request.in_store[item.mm_hash]
+
+    def _acknowledge(self, request: Request, index: int) -> None:
+        """An encoder published what came without pixels, and keeps it for this request, which has no need of
+        it any more. Where the prompt comes from outside, whoever computed it has said so."""
+        item = request.media[index]
+        if self.connector is None or item.features is not None or isinstance(request.kv, RemotePrefill):
+            return
+        if item.mm_hash not in request.acknowledged:
+            request.acknowledged.add(item.mm_hash)
+            self.connector.acknowledge(item)
 
 
 def missing_item_error(item: MediaItem) -> RequestError:

@@ -95,8 +95,10 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     is_begun: bool = False
     """Whether the first token, where it came from outside, has been told."""
-    # The store is probed once per item: the answer, by item index.
-    in_store: dict[int, bool] = field(default_factory=dict)
+    # The store is probed once per medium: the answer, by mm_hash.
+    in_store: dict[str, bool] = field(default_factory=dict)
+    acknowledged: set[str] = field(default_factory=set)
+    """Media of which the store hears, or has heard, that this request needs nothing more from it."""
 
     @property
     def rank(self) -> tuple[int, int]:

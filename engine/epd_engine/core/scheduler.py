@@ -145,6 +145,7 @@ class Scheduler:
             if comes_from_outside(request) and not self._has_prompt(request):
                 continue
             del self._waiting[0]
+            self._planner.skip_known(request)
             self._set_running(request)
             budget -= self._schedule_chunk(request, budget, step)
         self._kv.plan(step)
@@ -304,7 +305,7 @@ class Scheduler:
             if key in output.encode_errors:
                 return RequestError(500, "encoder_failed", output.encode_errors[key])
             if key in output.ec_output.failed_recving:
-                chunk.request.in_store[index] = False
+                chunk.request.in_store[key] = False
         return None
 
     def _append_token(self, request: Request, output: ModelRunnerOutput) -> list[RequestUpdate]:
@@ -360,7 +361,7 @@ class Scheduler:
             self._kv.abandon(request)
             return None
         (self._running if status is RequestStatus.RUNNING else self._waiting).remove(request)
-        self._planner.cache.forget(request)
+        self._planner.forget(request)
         if self._planner.connector is not None:
             _, params = self._planner.connector.request_finished(request)
             update = update and replace(update, ec_transfer_params=params)

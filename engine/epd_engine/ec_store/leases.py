@@ -85,7 +85,7 @@ class LeaseTable:
     def release(self, key: str, *, read: bool) -> None:
         """Gives one lease of `key` back; `read` tells the writers that the entry has arrived."""
         if read:
-            self._acknowledge(key)
+            self.acknowledge(key)
         held = self._held.get(key)
         if held is None:
             return
@@ -114,7 +114,8 @@ class LeaseTable:
             _unlink(self._path)
         self._held.clear()
 
-    def _acknowledge(self, key: str) -> None:
+    def acknowledge(self, key: str) -> None:
+        """Tells the writers that a reader needs the entry of `key` no more."""
         place = _RING_AT + (self._acknowledged % RING) * 32
         if self._write(place, bytes.fromhex(key)):
             self._acknowledged += 1

@@ -110,6 +110,9 @@ class ECConnectorBase(ABC):
         """Before item `index` is encoded: room in the store for what will be published. False: not yet."""
         return True
 
+    def acknowledge(self, item: "MediaItem") -> None:  # noqa: B027
+        """A request for which `item` was published does without a load: its producer may let go of it."""
+
     def update_connector_output(self, output: ECConnectorOutput) -> None:  # noqa: B027
         """Takes in what the worker side did."""
 

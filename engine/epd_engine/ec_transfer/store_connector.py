@@ -96,6 +96,9 @@ class StoreConnector(ECConnectorBase):
         elif self.config.is_producer:
             self._plan.saves[item.mm_hash] = item
 
+    def acknowledge(self, item: "MediaItem") -> None:
+        self.leases.acknowledge(item.mm_hash)
+
     def build_connector_meta(self) -> StorePlan:
         plan, self._plan = self._plan, self._new_plan()
         return plan

@@ -106,6 +106,10 @@ class ECTieredConnector(ECConnectorBase):
         else:
             self._plan.memory_loads[item.mm_hash] = item
 
+    def acknowledge(self, item: "MediaItem") -> None:
+        self.memory.acknowledge(item)
+        self.storage.acknowledge(item)
+
     def build_connector_meta(self) -> TieredPlan:
         plan, self._plan = self._plan, self._new_plan()
         plan.memory = self.memory.build_connector_meta()

@@ -105,7 +105,8 @@ class ChatHandler:
 
 
 def _choices(request: Request, n: int) -> list[Request]:
-    """A request of its own for each choice: they share the prompt's tokens and media, and nothing else."""
+    """A request of its own for each choice: they share the prompt's tokens and media, for which an encoder
+    published once, and nothing else."""
     if n == 1 or not request.prompt_token_ids:
         return [request]
     return [
@@ -121,8 +122,9 @@ def _choices(request: Request, n: int) -> list[Request]:
 
 
 def _fresh_state(request: Request) -> dict[str, Any]:
-    """The fields that a request collects as it runs, empty."""
-    return {f.name: f.default_factory() for f in fields(request) if f.default_factory is not MISSING}
+    """The fields that a request collects as it runs, empty; what the store has heard, it heard for all."""
+    fresh = {f.name: f.default_factory() for f in fields(request) if f.default_factory is not MISSING}
+    return {**fresh, "acknowledged": request.acknowledged}
 
 
 async def _abort_when_gone(http: HttpRequest, loop: EngineLoop, requests: Sequence[Request]) -> None:

@@ -40,6 +40,10 @@ class Loader:
         """
         return self._thread.submit(self._load, item)
 
+    def acknowledge(self, item: MediaItem) -> None:
+        """A request for which `item` was published does without a load."""
+        self._thread.submit(self._scheduler.acknowledge, item)
+
     def totals(self) -> Mapping[str, TransferStats]:
         """What was loaded since start, by tier."""
         return self._worker.statistics()

@@ -9,6 +9,7 @@ lying: items that came as media are encoded, others fail their request, which is
 """
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class _Course:
     `loads` are entries on their way or here, by key. `held` are keys that lie in the encoder cache for this
     request, so that nobody can evict them; `saves` is what a producer publishes for it, `checked` what it has
     looked for in the store although it is resident. `num_computed` tells a preemption: nothing is held then.
+    `acknowledged` are keys of which the store hears that this request needs nothing more from it.
     """
 
     features: list[Any]
@@ -44,6 +46,7 @@ class _Course:
     held: set[str] = field(default_factory=set)
     saves: dict[str, MediaItem] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
+    acknowledged: set[str] = field(default_factory=set)
     num_computed: int = 0
     is_unavailable: bool = False
 
@@ -79,9 +82,13 @@ class SchedulerSide:
             for index, feature in enumerate(course.features)
             if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]
-        if not ahead or course.is_unavailable:
-            return not course.is_unavailable
+        if course.is_unavailable:
+            return False
+        self._acknowledge(course, [i for i in range(len(course.features)) if i not in ahead])
+        if not ahead:
+            return True
         if self._saver is None and all(self._is_settled(course, index) for index in ahead):
+            self._acknowledge(course, ahead)
             return True
         # Also what is resident but not held: room for one item may be made by evicting another.
         wanted = [
@@ -89,6 +96,7 @@ class SchedulerSide:
         ]
         for item in wanted:
             if item.mm_hash not in course.loads:
+                course.acknowledged.add(item.mm_hash)  # by the load itself
                 course.loads[item.mm_hash] = self._loader.load(item)
         if wait([course.loads[item.mm_hash] for item in wanted], PATIENCE_SECONDS).not_done:
             return False
@@ -155,7 +163,10 @@ class SchedulerSide:
         course = self._courses.pop(request.request_id, None)
         if self._current is course:
             self._current = None
-        if self._saver is None or course is None:
+        if course is None:
+            return None
+        if self._saver is None:
+            self._acknowledge(course, range(len(course.items)))
             return None
         # The step that saved them has waited for them.
         output = self._saver.settle(list(course.saves.values()))
@@ -214,6 +225,15 @@ class SchedulerSide:
             return True
         log.warning("entry %s is asked for as %s and is %s", item.mm_hash, item.metadata, resident.metadata)
         return False
+
+    def _acknowledge(self, course: _Course, indices: Iterable[int]) -> None:
+        """An encoder keeps what it published for this request, which needs it no more: it is resident, or its
+        KV is known."""
+        for index in indices:
+            item = course.items[index]
+            if self._saver is None and item is not None and item.mm_hash not in course.acknowledged:
+                course.acknowledged.add(item.mm_hash)
+                self._loader.acknowledge(item)
 
     def _save_again(self, course: _Course, ahead: list[int]) -> None:
         """Items that vLLM will not encode, since it has them, and that the store has lost."""

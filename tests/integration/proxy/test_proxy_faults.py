@@ -134,7 +134,10 @@ async def test_a_vllm_that_dies_of_a_miss_costs_a_re_prime_and_another_pd(setup:
 # Encoders
 
 
-@pytest.mark.parametrize("broken", [fails(500), fails(503), fails(429), answers(b"{}")])
+@pytest.mark.parametrize(
+    "broken",
+    [fails(500), fails(503), fails(429), answers(b"{}"), answers(b'{"ec_transfer_params": {}}')],
+)
 async def test_a_primer_goes_to_another_encoder(setup: MakeSetup, broken):
     s = await setup(encoders=2)
     s.encoders[0].script.append(broken)
@@ -231,9 +234,19 @@ async def test_a_refusal_names_the_place_in_the_clients_request(setup: MakeSetup
 
 async def test_a_lying_encoder_is_an_upstream_fault(setup: MakeSetup):
     s = await setup()
-    s.encoders[0].script.append(answers(b'{"ec_transfer_params": {}}'))
+    s.encoders[0].script.append(answers(b'{"ec_transfer_params": null}'))
     answer = await s.chat(image("a"))
     assert (answer.status_code, code(answer)) == (502, "bad_primer_answer")
+
+
+async def test_a_picture_that_could_not_be_stored_may_be_sent_again(setup: MakeSetup):
+    """vLLM's encoders leave out of their answer what they could not save."""
+    s = await setup()
+    s.encoders[0].script.append(answers(b'{"ec_transfer_params": {}}'))
+    answer = await s.chat(image("a"))
+    assert (answer.status_code, code(answer)) == (503, "ec_store_unavailable")
+    assert answer.headers["retry-after"] == "1"
+    assert (await s.chat(image("a"))).status_code == 200
 
 
 async def test_a_failing_encoder_is_an_upstream_fault(setup: MakeSetup):

@@ -77,6 +77,15 @@ def test_an_entry_waits_for_its_reader_and_its_acknowledgement_frees_it(memory: 
     assert live_leases(base(memory)) == set()
 
 
+def test_a_reader_that_needs_no_load_frees_it_too(memory: Path) -> None:
+    encoder, pd = producer(memory), consumer(memory)
+    a = picture("a")
+    encoder.publish(a)
+    pd.scheduler.acknowledge(a)
+    assert encoder.step().acknowledged == [a.mm_hash]
+    assert live_leases(base(memory)) == set()
+
+
 def test_room_is_made_from_what_was_used_least_recently(memory: Path) -> None:
     encoder, pd = producer(memory, capacity=3 * ENTRY), consumer(memory)
     pictures = {name: picture(name) for name in "abcd"}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from epd_proxy.encoders import read_primer_answer
+from epd_proxy.encoders import NotPublished, read_primer_answer
 from epd_proxy.media import Primed
 from epd_proxy.primers import Recent
 
@@ -35,7 +35,6 @@ def test_absent_metadata_is_empty_metadata():
         b"{}",
         answer(None),
         answer([]),
-        answer({}),
         answer({A: []}),
         answer({A: {"metadata": GRID}}),
         answer({A: {"item_indices": 0, "metadata": GRID}}),
@@ -55,9 +54,10 @@ def test_a_malformed_answer_is_a_value_error(body):
         read_primer_answer(body, 1)
 
 
-def test_an_item_that_is_not_covered_is_a_value_error():
-    with pytest.raises(ValueError, match="only 1 of 2"):
-        read_primer_answer(answer({A: {"item_indices": [1], "metadata": GRID}}), 2)
+@pytest.mark.parametrize(("params", "found"), [({}, 0), ({A: {"item_indices": [1], "metadata": GRID}}, 1)])
+def test_an_item_that_is_left_out_was_not_published(params, found):
+    with pytest.raises(NotPublished, match=f"only {found} of 2"):
+        read_primer_answer(answer(params), 2)
 
 
 def test_recent_answers_expire():
