@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from epd_engine.ec_store.arena import MemoryUsage, memory_usage, sweep
-from epd_engine.ec_store.arena.layout import EPOCH_WORD, PAGE, SLOT_BYTES, Geometry
+from epd_engine.ec_store.arena.layout import EPOCH_WORD, HEADER, PAGE, SLOT_BYTES, Geometry
 from epd_engine.ec_store.arena.reader import ArenaReader
 from epd_engine.ec_store.arena.store import MemoryStore
 from epd_engine.ec_store.arena.writer import ArenaWriter
 from epd_engine.ec_store.entry import Expectation
-from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, InvalidKey, StoreUnavailable
+from epd_engine.ec_store.errors import EntryDamaged, EntryMissing, InvalidKey, StoreError, StoreUnavailable
 from tests.support.mounts import small_tmpfs
 
 CPU = torch.device("cpu")
@@ -163,6 +163,33 @@ def test_a_flipped_bit_is_found_where_loads_are_verified(memory: Path) -> None:
         MemoryStore(memory, verify=True).load(KEYS[0], EXPECTED, CPU)
     with pytest.raises(EntryDamaged, match="checksum"):
         MemoryStore(memory).probe(KEYS[0], EXPECTED, deep=True)
+
+
+def test_no_flipped_bit_of_an_index_gives_a_wrong_tensor(memory: Path) -> None:
+    """Each bit of the header, of the buckets that are used, and of the slots: right, or an error by name."""
+    arena = writer(memory)
+    stored = {key: tensor(seed) for seed, key in enumerate(KEYS[:2], 1)}
+    for place, (key, value) in enumerate(stored.items()):
+        put(arena, key, place * STEP, value)
+    geometry = arena.geometry
+    parts = [(0, HEADER.size)]
+    parts += [(geometry.buckets_at + 4 * geometry.bucket(bytes.fromhex(key)), 4) for key in stored]
+    parts += [(geometry.slots_at + arena._slots[key] * SLOT_BYTES, SLOT_BYTES) for key in stored]
+    outcomes = set()
+    with open(arena.path, "r+b", buffering=0) as file:
+        for byte in (begin + n for begin, length in parts for n in range(length)):
+            whole = os.pread(file.fileno(), 1, byte)
+            for bit in range(8):
+                os.pwrite(file.fileno(), bytes([whole[0] ^ 1 << bit]), byte)
+                store = MemoryStore(memory, verify=True)
+                for key, value in stored.items():
+                    try:
+                        assert torch.equal(store.load(key, EXPECTED, CPU), value), (byte, bit)
+                        outcomes.add("right")
+                    except StoreError as error:
+                        outcomes.add(type(error).__name__)
+            os.pwrite(file.fileno(), whole, byte)
+    assert outcomes == {"right", "EntryMissing", "EntryDamaged"}
 
 
 @pytest.mark.parametrize(
