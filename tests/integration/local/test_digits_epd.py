@@ -4,121 +4,23 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.integration.engine.test_parity import CASES, noise
-from tests.integration.local.epd_runner import REPOSITORY, Epd, until, with_clean_end
+from tests.integration.local.epd_runner import until
+from tests.integration.local.three_roles import EXAMPLE, Running, deployed, events, ids
 from tests.support.digits import Reference, assert_same_tokens, user
-
-EXAMPLE = REPOSITORY / "examples" / "digits-epd.yaml"
-Messages = list[dict[str, Any]]
-
-
-@dataclass
-class Running:
-    """The deployment, asked at its one address."""
-
-    epd: Epd
-    state: dict[str, Any]
-
-    def ask(self, messages: Messages, **fields: Any) -> httpx.Response:
-        return httpx.post(self.url, json=self.body(messages, **fields), timeout=120)
-
-    @property
-    def url(self) -> str:
-        return f"{self.state['address']}/v1/chat/completions"
-
-    @staticmethod
-    def body(messages: Messages, **fields: Any) -> dict[str, Any]:
-        asked = {"model": "digits-vl", "messages": messages, "max_tokens": 12, "temperature": 0}
-        return {**asked, "return_token_ids": True, **fields}
-
-    def process(self, role: str) -> dict[str, Any]:
-        found: dict[str, Any] = next(one for one in self.epd.state()["processes"] if one["role"] == role)
-        return found
-
-    def metric(self, role: str, name: str) -> float:
-        """The value of a series without labels of the engine of a role."""
-        return _series(f"http://127.0.0.1:{self.process(role)['port']}/metrics", name)
-
-    @contextmanager
-    def between_prefill_and_decode(self, messages: Messages) -> Iterator[Future[httpx.Response]]:
-        """Asks, and holds the answer's prompt where prefill has handed it on and decode has not taken it."""
-        kv, decode = Path(self.state["store"], "kv"), self.process("decode")["pid"]
-        saves = self.metric("prefill", "epd_engine_kv_saves_total")
-        until(lambda: not list(kv.rglob("*.safetensors")), "all others are done")
-        os.kill(decode, signal.SIGSTOP)
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, messages)
-                until(lambda: self.metric("prefill", "epd_engine_kv_saves_total") > saves, "a prefill")
-                until(lambda: self.outstanding("decode") == 1, "a call to decode")
-                yield asked
-                os.kill(decode, signal.SIGCONT)
-        finally:
-            os.kill(decode, signal.SIGCONT)
-
-    def outstanding(self, role: str) -> int:
-        """Requests of the proxy at the first instance of a role."""
-        roles = httpx.get(f"{self.state['address']}/ready").json()["roles"]
-        found: int = roles[role][0]["outstanding"]
-        return found
-
-    def reprefills(self) -> float:
-        return _series(f"{self.state['address']}/metrics", "epd_proxy_reprefills_total")
-
-    def kill(self, role: str) -> None:
-        """SIGKILL, and wait until it serves again."""
-        process = self.process(role)
-        os.kill(process["pid"], signal.SIGKILL)
-        self.until_back(role, process["restarts"])
-
-    def until_back(self, role: str, restarts: int) -> None:
-        until(lambda: self.process(role)["restarts"] > restarts, "a restart")
-        self.epd.until_ready()
-
-        def known_to_proxy() -> bool:
-            roles = httpx.get(f"{self.state['address']}/ready").json()["roles"]
-            return all(one["ready"] for ones in roles.values() for one in ones)
-
-        until(known_to_proxy, "the proxy has taken it back")
-
-
-def _series(url: str, name: str) -> float:
-    lines = httpx.get(url).text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
-
-
-def ids(answer: httpx.Response) -> list[int]:
-    assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    home = tmp_path_factory.mktemp("state")
-    for epd in with_clean_end(Epd(Path(sys.executable), home)):
-        up = epd.run("up", "-d", "-f", EXAMPLE, "--port", "0")
-        assert up.returncode == 0, up.stdout + up.stderr
-        yield Running(epd, epd.until_ready())
-        assert epd.run("down").returncode == 0
-        epd.assert_nothing_left()
+    with deployed(tmp_path_factory.mktemp("state"), EXAMPLE) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
