@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: e2e help setup quickstart test test-vllm lint format types pytest unit clean
+.PHONY: e2e help setup quickstart test test-vllm lint format types pytest lane-cluster lane-engines unit clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
@@ -27,8 +27,18 @@ format: setup ## Let ruff mend what it can
 types: setup ## mypy
 	$(BIN)/mypy
 
-pytest: setup ## All test suites
-	$(BIN)/python -m pytest
+pytest: setup ## All test suites, in two lanes side by side
+	@$(BIN)/python -m tests.prepare
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lane-cluster lane-engines
+
+# Suites that mostly wait for Kubernetes leave a core to those that mostly compute.
+CLUSTER_SUITES := tests/e2e $(addprefix tests/integration/,chart cluster operator scaling)
+
+lane-cluster: setup
+	$(BIN)/python -m pytest $(CLUSTER_SUITES)
+
+lane-engines: setup
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(CLUSTER_SUITES))
 
 e2e: setup ## Only: Helm install and kubectl apply in containers on a real node (builds the images first)
 	$(BIN)/python -m pytest -m node
