@@ -80,6 +80,12 @@ class Chats:
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
         return self._body(parts, tokens)
 
+    def another_question(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """About the picture of `asked`, as it comes in a conversation's next turn."""
+        picture, _ = asked["messages"][0]["content"]
+        content = [picture, {"type": "text", "text": f"{self.words()}. {QUESTION}"}]
+        return self._body(content, asked["max_tokens"])
+
     def _body(self, content: Any, tokens: int) -> dict[str, Any]:
         return {
             "model": NAME,

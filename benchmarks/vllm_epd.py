@@ -4,8 +4,8 @@
 
 The peer's proxy is run where it lies, in vLLM's source distribution
 (`examples/disaggregated/disaggregated_encoder`). Both sides run the same vLLM with the same flags, stores on
-one tmpfs, and get the same pictures of 448x448, four at a time, each asked about once; they take turns, the
-other one stopped in its tracks.
+one tmpfs, and get the same pictures of 448x448, four at a time, each asked about once, and then each once
+more; they take turns, the other one stopped in its tracks.
 """
 
 import argparse
@@ -41,6 +41,7 @@ class Side:
     pd: Instance
     proxy: Instance
     rates: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     sent: float = float("nan")
 
@@ -124,11 +125,14 @@ async def bytes_sent(side: Side, proxy_of: Any, body: dict[str, Any]) -> float:
             await asyncio.to_thread(proxy.stop)
 
 
-def measure(side: Side, bodies: list[dict[str, Any]]) -> None:
+def measure(side: Side, bodies: list[dict[str, Any]], follow_ups: list[dict[str, Any]]) -> None:
     """One round of a side."""
-    timings, seconds = asyncio.run(engine_load.requests(engine_load.Target(side.proxy), bodies, CONCURRENCY))
+    target = engine_load.Target(side.proxy)
+    timings, seconds = asyncio.run(engine_load.requests(target, bodies, CONCURRENCY))
     side.rates.append(len(bodies) / seconds)
     side.first += timings.first
+    _, seconds = asyncio.run(engine_load.requests(target, follow_ups, CONCURRENCY))
+    side.again.append(len(follow_ups) / seconds)
 
 
 @contextmanager
@@ -160,11 +164,13 @@ def run(program: Path, count: int, rounds: int) -> list[Row]:
         with sides(peers, program) as (ours, peer):
             for each in range(rounds + 1):
                 bodies = [chats.picture(SIDE, TOKENS) for _ in range(count)]
+                follow_ups = [chats.another_question(body) for body in bodies]
                 for side in (ours, peer):
                     with alone(*side.instances):
-                        measure(side, bodies)
+                        measure(side, bodies, follow_ups)
                     if each == 0:  # to warm up
                         side.rates.clear()
+                        side.again.clear()
                         side.first.clear()
             body = chats.picture(SIDE, TOKENS)
             with alone(ours.encoder, ours.pd):
@@ -181,8 +187,10 @@ def rows(ours: Side, peer: Side) -> list[Row]:
         return statistics.quantiles(side.first, n=100)[int(share * 100) - 1] * 1e3
 
     rate, theirs = statistics.median(ours.rates), statistics.median(peer.rates)
+    again, theirs_again = statistics.median(ours.again), statistics.median(peer.again)
     return [
         Row("pictures of 448x448, 4 at a time", rate, "requests/s", PEER, theirs, TARGET_RATE),
+        Row("asked about once more", again, "requests/s", PEER, theirs_again),
         Row("TTFT, median", ttft(ours, 0.5), "ms", PEER, ttft(peer, 0.5)),
         Row("TTFT, p99", ttft(ours, 0.99), "ms", PEER, ttft(peer, 0.99), TARGET_TTFT),
         Row("sent by the proxy, a request", ours.sent, "kB", PEER, peer.sent),
