@@ -86,6 +86,11 @@ class PoolAgent:
         except Exception as error:  # NIXL's own exceptions have no base but this
             raise KVConfigError(f"NIXL cannot be used here: {error!r:.300}") from error
 
+    @property
+    def num_peers(self) -> int:
+        """How many pools it has read from."""
+        return len(self._peers)
+
     def progress(self) -> None:
         """Serves what peers ask of this memory, where the transport needs a hand for it."""
         self._agent.get_new_notifs()

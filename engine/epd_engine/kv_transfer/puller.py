@@ -1,13 +1,13 @@
 """Decode's side of pulls: reads a prompt's blocks out of prefill's memory into its own pool."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from epd_engine.kv_transfer.base import KVModelIdentity
+from epd_engine.kv_transfer.config import KVConfigError
 from epd_engine.kv_transfer.nixl_pool import PoolAgent, PoolView, PullError
 from epd_engine.kv_transfer.side_channel import Channel
 from epd_engine.worker.paged_attention import KVCache
@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 THREADS = 4
 CONNECT_SECONDS = 3.0
+MAX_PEERS = 32  # of an agent, which costs two open files for each
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,18 @@ class BlockPull:
 
 
 class Puller:
-    """Threads that pull, each with agents of its own, one for each prefill instance. One whose read failed
-    is closed, so that what comes late from its peer finds nothing to be written to."""
+    """Threads that pull. Each has an agent for the time of a read, if it can the one that was used last: what
+    prefill instances that knows needs no new connection.
+
+    NIXL frees nothing of a peer that it is told to forget, only of an agent that is closed. So an agent is
+    closed once it has met `MAX_PEERS`: what dead prefill instances leave is bounded. One whose read failed is
+    closed at once, so that what comes late from its peer finds nothing to be written to.
+    """
 
     def __init__(self, identity: KVModelIdentity, cache: KVCache, *, pull_seconds: float):
         """`pull_seconds`: how long one pull may take. Raises `KVConfigError` where NIXL cannot be used."""
         self._identity, self._cache, self._seconds = identity, cache, pull_seconds
-        PoolAgent(cache, identity)  # loads its libraries, and tells a problem at start
-        self._agents = threading.local()
+        self._idle = [PoolAgent(cache, identity)]  # the last one was used last
         self._pool = ThreadPoolExecutor(THREADS, "kv-pull")
 
     def pull(self, pull: BlockPull, on_progress: Callable[[], None]) -> "Future[int]":
@@ -62,6 +67,8 @@ class Puller:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for agent in self._idle:
+            agent.close()
 
     def _pull(self, pull: BlockPull) -> int:
         deadline = time.monotonic() + self._seconds
@@ -84,19 +91,36 @@ class Puller:
 
     def _read(self, view: PoolView, theirs: list[int], ours: tuple[int, ...], deadline: float) -> int:
         """With a new agent once more: what went before may have left a broken connection to the peer."""
-        agents = vars(self._agents)
         for is_last in (False, True):
-            if view.agent not in agents:
-                agents[view.agent] = PoolAgent(self._cache, self._identity)
-            agent: PoolAgent = agents[view.agent]
+            agent = self._new_agent() if is_last else self._take_agent()
             try:
-                return agent.read(view, theirs, ours, deadline)
+                num_bytes = agent.read(view, theirs, ours, deadline)
             except PullError:
-                del agents[view.agent]
                 agent.close()
                 if is_last or time.monotonic() >= deadline:
                     raise
+            else:
+                self._give_back(agent)
+                return num_bytes
         raise AssertionError("the last one returns or raises")
+
+    def _take_agent(self) -> PoolAgent:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._new_agent()
+
+    def _new_agent(self) -> PoolAgent:
+        try:
+            return PoolAgent(self._cache, self._identity)
+        except KVConfigError as error:  # it could be used at start
+            raise PullError(str(error)) from error
+
+    def _give_back(self, agent: PoolAgent) -> None:
+        if agent.num_peers < MAX_PEERS:
+            self._idle.append(agent)
+        else:
+            agent.close()
 
     def _blank_tail(self, pull: BlockPull) -> None:
         """What lies behind the prompt's end in its last block was another request's once."""

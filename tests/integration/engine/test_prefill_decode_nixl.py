@@ -2,11 +2,13 @@
 
 import contextlib
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -90,6 +92,55 @@ def test_prefill_that_stands_still_costs_its_own_requests(
         prefill.signal(signal.SIGCONT)
     assert_at_rest(prefill, decode)
     assert_serves(encoder, prefill, decode, reference, 3)
+
+
+def test_prefill_killed_while_its_memory_is_read(
+    encoder: Server, decode: Server, store: Path, folder: Path, reference: Reference
+) -> None:
+    """It is a miss before the time is up, whether decode has read from it before or is about to connect."""
+    known, unknown = (prefill_in(folder, store, f"prefill-{name}") for name in ("known", "unknown"))
+    with running(known, unknown):
+        assert_serves(encoder, known, decode, reference, 11)
+        asked, before = for_language(encoder, picture(12)), len(decode.log.read_text())
+        for mortal in (known, unknown):
+            params = handed_on(ask_prefill(mortal, asked))
+            with relayed(params["connector"], mortal.kill) as connector:
+                assert_missed(ask(decode, asked, kv_transfer_params={**params, "connector": connector}))
+    said = decode.log.read_text()[before:]
+    assert said.count("KV cannot be pulled") == 2
+    assert "in time" not in said
+    assert_at_rest(decode)
+
+
+@contextlib.contextmanager
+def relayed(connector: dict[str, Any], before_answer: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Stands between decode and prefill's side channel for one pull; the function is called once prefill has
+    said where its blocks lie, and decode does not know it yet."""
+
+    def relay() -> None:
+        decode, _ = listener.accept()
+        with decode, socket.create_connection((connector["host"], connector["port"])) as prefill:
+            prefill.sendall(received(decode))
+            answer = received(prefill)
+            before_answer()
+            decode.sendall(answer)
+            with contextlib.suppress(ConnectionResetError):
+                prefill.recv(1)  # so that the one connection ends with the other
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(relay)
+        yield {**connector, "host": "127.0.0.1", "port": listener.getsockname()[1]}
+        done.result()
+
+
+def received(peer: socket.socket) -> bytes:
+    """A whole frame."""
+    said = b""
+    while len(said) < 4 or len(said) < 4 + int.from_bytes(said[:4]):
+        part = peer.recv(1 << 20)
+        assert part, "the connection has ended"
+        said += part
+    return said
 
 
 def test_blocks_that_nobody_pulls_are_free_at_the_end_of_their_lease(

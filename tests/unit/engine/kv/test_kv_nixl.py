@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from epd_engine.core.remote_kv import RemotePrefill
-from epd_engine.kv_transfer import nixl_pool
+from epd_engine.kv_transfer import nixl_pool, puller
 from epd_engine.kv_transfer.base import KVConnectorRole, KVModelIdentity
 from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig
 from epd_engine.kv_transfer.nixl_connector import NixlKVConnector, PullPlan
@@ -92,15 +93,15 @@ def prefill() -> Iterator[Prefill]:
 @pytest.fixture
 def decode() -> Iterator[tuple[KVCache, Puller]]:
     cache = pool()
-    puller = Puller(IDENTITY, cache, pull_seconds=10)
-    yield cache, puller
-    puller.close()
+    made = Puller(IDENTITY, cache, pull_seconds=10)
+    yield cache, made
+    made.close()
 
 
-def pull(prefill: Prefill, puller: Puller, **fields: Any) -> int:
+def pull(prefill: Prefill, decode: Puller, **fields: Any) -> int:
     whole = {"request_id": "d", "source": prefill.source, "digest": OFFER.digest, "first": 0}
     wanted = BlockPull(**{**whole, "block_ids": MINE, "tokens_in_last": 3, **fields})
-    return puller.pull(wanted, lambda: None).result(30)
+    return decode.pull(wanted, lambda: None).result(30)
 
 
 def test_blocks_that_lie_in_a_row_on_both_sides_are_one_read() -> None:
@@ -118,9 +119,9 @@ def test_what_is_pulled_is_what_was_offered(
     prefill: Prefill, decode: tuple[KVCache, Puller], first: int
 ) -> None:
     """And nothing else is touched; what lies behind the prompt's end is another request's, and goes."""
-    cache, puller = decode
+    cache, made = decode
     before = [(keys.clone(), values.clone()) for keys, values in cache.layers]
-    num_bytes = pull(prefill, puller, first=first, block_ids=MINE[first:])
+    num_bytes = pull(prefill, made, first=first, block_ids=MINE[first:])
     assert num_bytes == (4 - first) * 3 * IDENTITY.layer_bytes_per_block
     untouched = [block for block in range(8) if block not in MINE[first:]]
     for mine, theirs, old in zip(cache.layers, prefill.cache.layers, before, strict=True):
@@ -131,7 +132,7 @@ def test_what_is_pulled_is_what_was_offered(
             assert torch.equal(got[untouched], was[untouched])
     assert prefill.look() == Ended(pulled={"p": 4 - first})
     with pytest.raises(PullError, match="not there any more"):
-        pull(prefill, puller)
+        pull(prefill, made)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,31 @@ def test_nobody_there_is_a_failed_pull(prefill: Prefill, decode: tuple[KVCache, 
         port = closed.getsockname()[1]
     with pytest.raises(PullError, match=f"cannot be reached at 127.0.0.1:{port}"):
         pull(prefill, decode[1], source=Source("127.0.0.1", port, "a" * 64))
+
+
+def test_prefills_that_come_and_go_leave_nothing_behind(
+    decode: tuple[KVCache, Puller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a decode instance holds does not grow with the prefill instances that it has met."""
+    monkeypatch.setattr(puller, "MAX_PEERS", 3)
+    process, held = psutil.Process(), []
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            prefill = stack.enter_context(serving())
+            before = process.num_fds()
+            pull(prefill, decode[1])
+            held.append(process.num_fds() - before)
+    assert sum(held) < 12, "one for each peer at most; both sides are in one process here"
+
+
+def test_one_connection_serves_pulls_one_after_the_other(
+    prefill: Prefill, decode: tuple[KVCache, Puller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread it is: making an agent takes longer than many reads."""
+    monkeypatch.setattr(puller, "PoolAgent", None)
+    for _ in range(2 * puller.THREADS):
+        pull(prefill, decode[1])
+        prefill.server.offer(OFFER)
 
 
 def test_a_preempted_requests_prompt_comes_back_from_a_copy() -> None:
