@@ -10,6 +10,9 @@ from ..wire import transfer_flags
 from .machine import LOOPBACK, Machine
 from .vllm import VllmInstallation
 
+UCX_DEVICES = "UCX_NET_DEVICES"
+"""Where NIXL's transport looks for networks."""
+
 
 @dataclass(frozen=True)
 class EngineCommand:
@@ -27,7 +30,11 @@ def native_engine(
     argv = [machine.engine, "serve", machine.model, *_address(deployment, port)]
     argv += ["--drain-timeout", str(role.drain_seconds)]
     argv += transfer_flags(deployment.spec, TRAITS[name], machine.places)
-    return EngineCommand(argv + _revision(deployment), {}, "/ready")
+    env = {}
+    if _has_nixl(deployment, name) and UCX_DEVICES not in machine.environment:
+        # NIXL would listen at every address of the machine, and end with a network that goes.
+        env[UCX_DEVICES] = "lo"
+    return EngineCommand(argv + _revision(deployment), env, "/ready")
 
 
 def vllm_engine(
@@ -51,6 +58,10 @@ def vllm_engine(
         env |= {vllm.SIDE_CHANNEL_HOST: LOOPBACK, vllm.SIDE_CHANNEL_PORT: str(side_channel)}
     # It listens once the model is loaded, and has no path of its own for being ready.
     return EngineCommand(argv + _revision(deployment), env, "/health")
+
+
+def _has_nixl(deployment: EPDDeployment, name: str) -> bool:
+    return TRAITS[name].kv_role is not None and deployment.spec.kv_transfer_type == "nixl"
 
 
 def _address(deployment: EPDDeployment, port: int) -> list[str]:

@@ -165,6 +165,19 @@ def test_kv_crosses_by_memory_where_nixl_is_asked_for() -> None:
     assert told == [{**kv, "kv_role": "kv_producer"}, {**kv, "kv_role": "kv_consumer"}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "environment", "device"),
+    [("nixl", {}, "lo"), ("nixl", {"UCX_NET_DEVICES": "eth0"}, None), ("sharedStorage", {}, None)],
+)
+def test_nixl_listens_on_this_machine_alone_unless_the_user_says_where(
+    kind: str, environment: dict[str, str], device: str | None
+) -> None:
+    plan = planned(deployment(roles=SPLIT, kvTransfer={"type": kind}), environment=environment)
+    encoder, *others = [one.env.get("UCX_NET_DEVICES") for one in plan.processes[:-2]]
+    assert encoder is None
+    assert others == [device, device]
+
+
 def test_vllm_runs_in_its_own_environment_with_our_connector_before_it() -> None:
     wanted = deployment(engine={"type": "vllm"}, roles={**SPLIT, "decode": {"replicas": 2}})
     plan = planned(
