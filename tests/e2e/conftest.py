@@ -13,6 +13,11 @@ from tests.support.engines import engine, proxy
 from tests.support.processes import Server, running
 
 PARTS = ("operator", "proxy", "engine")  # of which the images are built for a cluster
+VALUES = (
+    "image.registry=localhost,image.tag=e2e,image.pullPolicy=Never",
+    # Autoscalers have what to ask, and see within seconds what changes.
+    "metricsAdapter.enabled=true,metricsAdapter.extraArgs={--interval=0.5,--window=5,--stale=10}",
+)
 
 
 @dataclass
@@ -72,9 +77,10 @@ def operator(cluster: Cluster, helm: Helm, kubectl: Kubectl) -> Iterator[None]:
             build_args={"EXTRAS": part} if part == "engine" else None,
         )
         cluster.load_image(image)
-    values = ["--set", "image.registry=localhost,image.tag=e2e,image.pullPolicy=Never"]
+    values = [f"--set={value}" for value in VALUES]
     kubectl("create", "namespace", "epd-system")
-    helm("install", "epd", str(CHART), "-n", "epd-system", *values)
+    # An API server as old as this one breaks off a server-side apply of an APIService.
+    helm("install", "epd", str(CHART), "-n", "epd-system", "--server-side=false", *values)
     deployment = ["-n", "epd-system", "deployment", "-l", "app.kubernetes.io/instance=epd"]
     kubectl("wait", "--for=condition=Available", "--timeout=110s", *deployment)
     yield

@@ -56,6 +56,10 @@ class Installation:
     def metric(self, role: str, sample: str) -> float:
         """A sample of the role's one pod, with its labels; 0 where it has none yet."""
         (pod,) = self.pods(role)
+        return self.metric_of(pod, sample)
+
+    def metric_of(self, pod: str, sample: str) -> float:
+        """The same of any pod."""
         program = (
             "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
         )
