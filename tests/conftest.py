@@ -1,11 +1,17 @@
 """Fixtures that tests of several folders share."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest_plugins = ["tests.cluster.fixtures"]
+
+
+def pytest_configure() -> None:
+    """Networks of clusters come and go on this machine; NIXL would not survive the loss of one."""
+    os.environ["UCX_NET_DEVICES"] = "lo"
 
 
 @pytest.fixture(scope="session")

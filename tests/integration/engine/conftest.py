@@ -8,14 +8,6 @@ from tests.support.engines import engine
 from tests.support.processes import Server, running
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _loopback_alone() -> Iterator[None]:
-    """Networks of clusters come and go on this machine; NIXL would not survive the loss of one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_NET_DEVICES", "lo")
-        yield
-
-
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")

@@ -42,7 +42,9 @@ class Epd:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "XDG_STATE_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        own = {"XDG_STATE_HOME": str(self.home), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        inherited = {name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"}
+        return inherited | own  # of NIXL's networks `epd up` itself must think
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs to the end."""
