@@ -22,7 +22,7 @@ CLIENTS = 16  # of a load; beside it there are always two, one of each kind
 # The signal that a role is scaled by, and the mean per replica that is held.
 TARGETS = {
     "encoder": ("epd_engine_queued_media_tokens", "36"),  # four pictures
-    "pd": ("epd_engine_requests_in_progress", "8"),
+    "pd": ("epd_engine_requests_in_progress", "10"),
 }
 WORK = {"encoder": "epd_engine_encoder_items_total", "pd": "epd_engine_generated_tokens_total"}
 
