@@ -1,5 +1,6 @@
 """Each role follows its own traffic: real autoscalers ask our metrics adapter about real pods, under load."""
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def watched(installed: Installation, role: str, folder: Path) -> Iterator[Callab
     kubectl, log = installed.kubectl, folder / f"{role}.log"
     command = ["get", "deployment", f"{installed.name}-{role}", "-n", installed.namespace, "--watch"]
     wanted = "--output=jsonpath={.spec.replicas}{'\\n'}"
-    environment = {"KUBECONFIG": str(kubectl.kubeconfig)}
+    environment = os.environ | {"KUBECONFIG": str(kubectl.kubeconfig)}
     with log.open("wb") as out:
         process = subprocess.Popen([str(kubectl.program), *command, wanted], stdout=out, env=environment)
 
