@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from .base import Cluster
 from .command import POLL_S, ClusterError, Unavailable
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    from kubernetes.client import ApiClient, CoreV1Api
 
 SERVICE_ACCOUNT_S = 60.0
 FIRST_WITHOUT_SECRETS = 24
@@ -63,8 +64,18 @@ def _namespace(cluster: Cluster) -> Iterator[Namespace]:
             _await_service_account(connection, name)
             yield Namespace(name, cluster, connection)
         finally:
-            # Not waited for: the name is never used again.
-            core.delete_namespace(name, propagation_policy="Background")
+            _delete_namespace(core, name)
+
+
+def _delete_namespace(core: "CoreV1Api", name: str) -> None:
+    """Not waited for: the name is never used again. The test may have deleted it, and it may be gone."""
+    from kubernetes import client
+
+    try:
+        core.delete_namespace(name, propagation_policy="Background")
+    except client.ApiException as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
 
 
 def _await_service_account(connection: "ApiClient", namespace: str) -> None:

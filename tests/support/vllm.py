@@ -10,11 +10,13 @@ import hashlib
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.command import ClusterError, Unavailable, Word, run, run_long
+from tests.cluster.packages import ensure
 from tests.cluster.paths import CACHE_ROOT, cached
 from tests.support.processes import Server, free_port
 
@@ -80,6 +82,10 @@ sys.meta_path.insert(0, _Before())
 _SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 
 
+# What its CPU build is linked to.
+LIBRARIES = {"libnuma1": f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libnuma.so.1"}
+
+
 def environment_directory() -> Path:
     """Where the environment is, or would be: named by all that makes it what it is."""
     recipe = "\0".join([sys.version, REQUIREMENT, *OURS, *UNWANTED, _OPERATORS])
@@ -98,6 +104,7 @@ def vllm_python() -> Path:
     Made at the first call, which takes minutes; callers in other processes wait. Raises `Unavailable` with
     pip's own words where the packages cannot be had, `ClusterError` where they do not work.
     """
+    ensure(LIBRARIES)
     return cached(environment_directory(), _install) / "bin" / "python"
 
 
