@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import engine_load
 from engine_instances import BIN, Instance, Peers, alone, started, vllm
 from make_model import make
