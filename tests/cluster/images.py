@@ -22,10 +22,10 @@ from .paths import CACHE_ROOT, REPOSITORY, cached, locked
 IMAGE_PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
 IMAGES = CACHE_ROOT / "images"
 SUITE = "bookworm"
-BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates", "libnuma1")  # the last one for vLLM
 BASE_PYTHON = (3, 11)
 """Of that suite; wheels are fetched by the Python that runs this, which must be of the same version."""
-BASE_IMAGE = f"localhost/epd-base:{SUITE}-1"
+BASE_IMAGE = f"localhost/epd-base:{SUITE}-2"
 TRIMMED = (
     "usr/share/doc",
     "usr/share/man",

@@ -30,14 +30,14 @@ class Installation:
         conditions = self.get("epddeployment", self.name).get("status", {}).get("conditions", [])
         return next((c for c in conditions if c["type"] == kind), {"status": "Unknown"})
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
         def is_ready() -> bool:
             resource = self.get("epddeployment", self.name)
             seen = resource.get("status", {}).get("observedGeneration")
             return seen == resource["metadata"]["generation"] and self.condition("Ready")["status"] == "True"
 
         try:
-            eventually(is_ready, START_SECONDS)
+            eventually(is_ready, seconds)
         except AssertionError:
             raise AssertionError(self.explain()) from None
 
