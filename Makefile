@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: e2e help setup quickstart test test-vllm lint format types pytest lane-deployments lane-engines unit clean
+.PHONY: e2e help setup quickstart test test-vllm lint format types pytest lane-cluster lane-others unit clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
@@ -29,20 +29,19 @@ types: setup ## mypy
 
 pytest: setup ## All test suites, in two lanes side by side
 	@$(BIN)/python -m tests.prepare
-	@$(MAKE) --no-print-directory --jobs=2 lane-deployments lane-engines
+	@$(MAKE) --no-print-directory --jobs=2 lane-cluster lane-others
 
 # Suites that mostly wait, for Kubernetes above all, leave a core to those that mostly compute.
-DEPLOYMENT_SUITES := tests/e2e $(addprefix tests/integration/,chart cluster local operator proxy scaling) \
-	$(addprefix tests/unit/,operator proxy)
+CLUSTER_SUITES := tests/e2e $(addprefix tests/integration/,chart cluster operator scaling)
 
 # A line for each file of tests as it ends, and its lane's name before it.
 LANE = set -o pipefail; PYTHONUNBUFFERED=1 $(BIN)/python -m pytest $(1) 2>&1 | sed --unbuffered 's/^/$(@:lane-%=%): /'
 
-lane-deployments: setup
-	@$(call LANE,$(DEPLOYMENT_SUITES))
+lane-cluster: setup
+	@$(call LANE,$(CLUSTER_SUITES))
 
-lane-engines: setup
-	@$(call LANE,$(addprefix --ignore=,$(DEPLOYMENT_SUITES)))
+lane-others: setup
+	@$(call LANE,$(addprefix --ignore=,$(CLUSTER_SUITES)))
 
 e2e: setup ## Only: Helm install and kubectl apply in containers on a real node (builds the images first)
 	$(BIN)/python -m pytest -m node
