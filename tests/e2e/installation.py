@@ -1,6 +1,8 @@
 """An EPDDeployment on a real node, and what a person would look at."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,24 @@ class Installation:
         assert response.status_code == 200, response.text
         content: str = response.json()["choices"][0]["message"]["content"]
         return content
+
+
+@contextmanager
+def installed_on(
+    volume: Path, kubectl: Kubectl, namespace: str, document: dict[str, Any]
+) -> Iterator[Installation]:
+    """An EPDDeployment that is ready, in a namespace of its own and with this directory as its one volume."""
+    kubectl("create", "namespace", namespace)
+    try:
+        kubectl.apply(local_volume(kubectl, namespace, volume, size="10Gi"))
+        kubectl.apply(document, "-n", namespace)
+        made = Installation(kubectl, namespace, document["metadata"]["name"])
+        made.wait_ready()
+        made.find_endpoint()
+        yield made
+    finally:
+        kubectl("delete", "namespace", namespace)
+        kubectl("delete", "persistentvolume", namespace, "--ignore-not-found")
 
 
 def _answers(url: str) -> bool:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.installation import START_SECONDS, Installation, local_volume
+from tests.e2e.installation import START_SECONDS, Installation, installed_on
 from tests.e2e.traffic import ask_about_pictures, ask_for_tokens, traffic
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT
@@ -49,21 +49,12 @@ def scaled(role: str) -> dict[str, Any]:
 def installed(
     operator: None, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    namespace = "e2e-scaling"
-    volume: Path = tmp_path_factory.mktemp("volume")
     document = yaml.safe_load(DOCUMENT.read_text())
     document["spec"]["roles"] = {role: scaled(role) for role in TARGETS}
     # However busy the engines are, who answers for them is heard.
     document["spec"]["proxy"] = {"resources": {"requests": {"cpu": "400m"}}}
-    kubectl("create", "namespace", namespace)
-    kubectl.apply(local_volume(kubectl, "e2e-scaling", volume, size="10Gi"))
-    kubectl.apply(document, "-n", namespace)
-    made = Installation(kubectl, namespace, "digits")
-    made.wait_ready()
-    made.find_endpoint()
-    yield made
-    kubectl("delete", "namespace", namespace)
-    kubectl("delete", "persistentvolume", "e2e-scaling")
+    with installed_on(tmp_path_factory.mktemp("volume"), kubectl, "e2e-scaling", document) as made:
+        yield made
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Encoder, prefill and decode as pods: the shipped example, whose KV crosses as files on one volume."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from tests.e2e.installation import Installation, local_volume
+from tests.e2e.installation import Installation, installed_on
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT, shipped, user
 from tests.support.waiting import eventually
@@ -24,16 +24,8 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(operator: None, kubectl: Kubectl, volume: Path) -> Iterator[Installation]:
-    namespace = "e2e-three"
-    kubectl("create", "namespace", namespace)
-    kubectl("apply", "-f", "-", given=json.dumps(local_volume(kubectl, "e2e-three", volume, size="10Gi")))
-    kubectl("apply", "-n", namespace, "-f", str(DOCUMENT))
-    made = Installation(kubectl, namespace, "digits-epd")
-    made.wait_ready()
-    made.find_endpoint()
-    yield made
-    kubectl("delete", "namespace", namespace)
-    kubectl("delete", "persistentvolume", "e2e-three")
+    with installed_on(volume, kubectl, "e2e-three", yaml.safe_load(DOCUMENT.read_text())) as made:
+        yield made
 
 
 def test_pictures_are_answered_right_by_three_roles(installed: Installation, volume: Path) -> None:
