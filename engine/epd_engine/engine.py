@@ -22,12 +22,13 @@ from epd_engine.ec_transfer.base import ECConnectorBase, ECConnectorRole, ECMode
 from epd_engine.ec_transfer.factory import ECConnectorFactory
 from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVModelIdentity
 from epd_engine.kv_transfer.factory import KVConnectorFactory
+from epd_engine.layers.huge_pages import use_huge_pages
+from epd_engine.layers.packed_linear import pack_linears
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
 from epd_engine.models.registry import family_of
 from epd_engine.worker.model_runner import ModelRunner
-from epd_engine.worker.packed_linear import pack_linears
 from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Engine:
             self.family.load_language()
         for module in self.family.modules():
             pack_linears(module)
+        use_huge_pages(self.family.modules())
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         planner = MediaPlanner(
             self.encoder_cache,

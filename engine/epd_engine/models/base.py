@@ -11,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from epd_engine.core.request import MediaItem
+from epd_engine.layers.fuse import fuse_language
 from epd_engine.models.audio import Waveform
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError, empty_weights
 from epd_engine.models.language import LanguageModel, check_attention
@@ -155,6 +156,7 @@ class ModelFamily(ABC):
         with empty_weights():
             language = LanguageModel(self._make_text_model(), self._tied_head)
         self.checkpoint.load_into(language, self._language_name, self.dtype, self.device)
+        fuse_language(language.model)
         self._language = language
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from epd_engine.core.request import MediaItem
+from epd_engine.layers.fuse import fuse_vision
 from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia
 
 MAX_GRID_SIDE = 1 << 14
@@ -113,6 +114,7 @@ class Qwen2_5_VL(ModelFamily):
         super().load_tower()
         tower: Any = self.tower
         tower.patch_embed = _patch_projection(tower.patch_embed.proj)
+        fuse_vision(tower)
 
     def _make_tower(self) -> nn.Module:
         tower: nn.Module = Qwen2_5_VisionTransformerPretrainedModel._from_config(

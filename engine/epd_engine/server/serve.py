@@ -5,6 +5,7 @@ import logging
 import uvicorn
 
 from epd_engine import logs
+from epd_engine.allocator import keep_freed_memory
 from epd_engine.config import EngineConfig
 from epd_engine.ec_transfer.config import ECConfigError
 from epd_engine.engine import Engine
@@ -26,6 +27,7 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
     it is told once more, ends with an error.
     """
     logs.configure(log_level)
+    keep_freed_memory()
     loop, drain = EngineLoop(lambda: Engine(config)), Drain(drain_timeout)
     service = Service(config, loop, drain)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from benchmarks.make_model import make
 
-from epd_engine.worker.packed_linear import PackedLinear
+from epd_engine.layers.packed_linear import PackedLinear
 from tests.support.conversations import Conversations, Messages, described, noise
 from tests.support.digits import MODEL, Reference, assert_same_tokens, user
 from tests.support.in_process import Answered, InProcess, through

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from epd_engine.worker.packed_linear import PackedLinear, pack_linears
+from epd_engine.layers.packed_linear import PackedLinear, pack_linears
 
 
 class Block(nn.Module):

@@ -1,0 +1,114 @@
+"""Attention with one projection for queries, keys and values, rotary positions by `turn`, and the residual
+added where the outcome is made. `x` is what has been normalised, `residual` what has not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from epd_engine.layers.packed_linear import add_linear
+from epd_engine.layers.rotary import pairs_side_by_side, turn
+
+
+class LanguageAttention(nn.Module):
+    """Of a decoder layer such as Qwen2's; attends by the function that its config names."""
+
+    def __init__(self, attention: Any):
+        super().__init__()
+        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self._head_dim, self._scaling = attention.head_dim, attention.scaling
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._heads, self._kv_heads, _ = (linear.out_features // self._head_dim for linear in linears)
+        self.qkv_proj = _joined(linears, self._head_dim)
+        self.o_proj = attention.o_proj
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        turns: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """`[rows, tokens, width]`; `options` are for the attention function."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
+        turned = turn(heads[..., : -self._kv_heads, :], turns)
+        query, key = (part.transpose(1, 2) for part in turned.split((self._heads, self._kv_heads), dim=-2))
+        value = heads[..., -self._kv_heads :, :].transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attended, _ = attend(self, query, key, value, mask, scaling=self._scaling, **options)
+        return add_linear(residual, self.o_proj, attended.flatten(-2))
+
+
+class VisionAttention(nn.Module):
+    """Of a tower that packs all patches into one row, such as Qwen2.5-VL's: patches attend within their
+    picture or window."""
+
+    def __init__(self, attention: Any):
+        super().__init__()
+        self._head_dim, self._scaling = attention.head_dim, attention.scaling
+        self.qkv = _reordered(attention.qkv, self._head_dim)
+        self.proj = attention.proj
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, turns: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """`[patches, width]`; `lengths` are of pictures or windows."""
+        heads = self.qkv(x).unflatten(-1, (3, -1, self._head_dim))
+        turned = turn(heads[:, :2].flatten(1, 2), turns).unflatten(1, (2, -1))
+        query, key = (part.transpose(0, 1) for part in turned.unbind(1))
+        value = heads[:, 2].transpose(0, 1)
+        attended = torch.empty_like(heads[:, 0])
+        for begin, length, count in _runs(lengths):
+            end = begin + length * count
+            q, k, v = (
+                part[:, begin:end].unflatten(1, (count, length)).transpose(0, 1)
+                for part in (query, key, value)
+            )
+            alone = scaled_dot_product_attention(q, k, v, scale=self._scaling)
+            attended[begin:end] = alone.transpose(1, 2).flatten(0, 1)
+        return add_linear(residual, self.proj, attended.flatten(1))
+
+
+def _joined(linears: Sequence[nn.Linear], head_dim: int) -> nn.Linear:
+    """Projections to queries, keys and values as one, the first two in the order of `turn`."""
+    query, key, value = linears
+    weights = [pairs_side_by_side(one.weight, head_dim) for one in (query, key)] + [value.weight]
+    biases = None
+    if query.bias is not None:
+        biases = [pairs_side_by_side(one.bias, head_dim) for one in (query, key)] + [value.bias]
+    return _linear(torch.cat(weights), None if biases is None else torch.cat(biases))
+
+
+def _reordered(qkv: nn.Linear, head_dim: int) -> nn.Linear:
+    """The same for a projection that is one already."""
+
+    def reordered(rows: torch.Tensor) -> torch.Tensor:
+        query_and_key, value = rows.split((2 * len(rows) // 3, len(rows) // 3))
+        return torch.cat([pairs_side_by_side(query_and_key, head_dim), value])
+
+    return _linear(reordered(qkv.weight), None if qkv.bias is None else reordered(qkv.bias))
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Neighbours of one length as (begin, length, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    for length in lengths:
+        if runs and runs[-1][1] == length:
+            begin, _, count = runs[-1]
+            runs[-1] = (begin, length, count + 1)
+        else:
+            runs.append((at, length, 1))
+        at += length
+    return runs

@@ -1,0 +1,23 @@
+"""Which modules of transformers' models are replaced, once their weights are loaded."""
+
+from typing import Any
+
+from torch import nn
+
+from epd_engine.layers.blocks import DecoderLayer, VisionBlock
+from epd_engine.layers.rms_norm import RMSNorm
+from epd_engine.layers.rotary import Turns
+
+
+def fuse_language(model: Any) -> None:
+    """Of a text model built as `Qwen2Model` is."""
+    model.layers = nn.ModuleList(DecoderLayer(layer) for layer in model.layers)
+    model.norm = RMSNorm(model.norm)
+    model.rotary_emb = Turns(model.rotary_emb)
+
+
+def fuse_vision(tower: Any) -> None:
+    """Of Qwen2.5-VL's tower."""
+    tower.blocks = nn.ModuleList(VisionBlock(block) for block in tower.blocks)
+    tower.merger.ln_q = RMSNorm(tower.merger.ln_q)
+    tower.rotary_pos_emb = Turns(tower.rotary_pos_emb)
