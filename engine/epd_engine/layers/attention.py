@@ -18,7 +18,9 @@ class LanguageAttention(nn.Module):
 
     def __init__(self, attention: Any):
         super().__init__()
-        self.config, self.layer_idx = attention.config, attention.layer_idx
+        # What attention functions ask of a module.
+        self.config, self.layer_idx, self.is_causal = attention.config, attention.layer_idx, True
+        self.num_key_value_groups = attention.num_key_value_groups
         self._head_dim, self._scaling = attention.head_dim, attention.scaling
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._heads, self._kv_heads, _ = (linear.out_features // self._head_dim for linear in linears)
@@ -34,9 +36,9 @@ class LanguageAttention(nn.Module):
         **options: Any,
     ) -> torch.Tensor:
         """`[rows, tokens, width]`; `options` are for the attention function."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
-        turned = turn(heads[..., : -self._kv_heads, :], turns)
-        query, key = (part.transpose(1, 2) for part in turned.split((self._heads, self._kv_heads), dim=-2))
+        heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self._head_dim)
+        turned = turn(heads[..., : -self._kv_heads, :], turns).transpose(1, 2)
+        query, key = turned[:, : self._heads], turned[:, self._heads :]
         value = heads[..., -self._kv_heads :, :].transpose(1, 2)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attended, _ = attend(self, query, key, value, mask, scaling=self._scaling, **options)
@@ -57,19 +59,18 @@ class VisionAttention(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor, turns: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
         """`[patches, width]`; `lengths` are of pictures or windows."""
-        heads = self.qkv(x).unflatten(-1, (3, -1, self._head_dim))
-        turned = turn(heads[:, :2].flatten(1, 2), turns).unflatten(1, (2, -1))
-        query, key = (part.transpose(0, 1) for part in turned.unbind(1))
-        value = heads[:, 2].transpose(0, 1)
+        patches = len(x)
+        heads = self.qkv(x).view(patches, 3, -1, self._head_dim)
+        turned = turn(heads[:, :2].flatten(1, 2), turns).view(patches, 2, -1, self._head_dim)
         attended = torch.empty_like(heads[:, 0])
         for begin, length, count in _runs(lengths):
             end = begin + length * count
-            q, k, v = (
-                part[:, begin:end].unflatten(1, (count, length)).transpose(0, 1)
-                for part in (query, key, value)
+            query, key, value = (
+                part[begin:end].view(count, length, -1, self._head_dim).transpose(1, 2)
+                for part in (turned[:, 0], turned[:, 1], heads[:, 2])
             )
-            alone = scaled_dot_product_attention(q, k, v, scale=self._scaling)
-            attended[begin:end] = alone.transpose(1, 2).flatten(0, 1)
+            apart = scaled_dot_product_attention(query, key, value, scale=self._scaling)
+            attended[begin:end] = apart.transpose(1, 2).flatten(0, 1)
         return add_linear(residual, self.proj, attended.flatten(1))
 
 
@@ -87,16 +88,17 @@ def _reordered(qkv: nn.Linear, head_dim: int) -> nn.Linear:
     """The same for a projection that is one already."""
 
     def reordered(rows: torch.Tensor) -> torch.Tensor:
-        query_and_key, value = rows.split((2 * len(rows) // 3, len(rows) // 3))
-        return torch.cat([pairs_side_by_side(query_and_key, head_dim), value])
+        values = 2 * len(rows) // 3  # where they begin
+        return torch.cat([pairs_side_by_side(rows[:values], head_dim), rows[values:]])
 
     return _linear(reordered(qkv.weight), None if qkv.bias is None else reordered(qkv.bias))
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear
 
 

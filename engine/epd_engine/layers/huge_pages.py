@@ -17,14 +17,15 @@ _NEAR = 1 << 20  # ranges with no more between them become one: that is memory o
 
 
 def use_huge_pages(modules: Iterable[nn.Module]) -> int:
-    """Moves the packed weights of `modules` to huge pages where the kernel lets us; returns the bytes moved."""
-    memory = [part.memory for module in modules for part in module.modules() if isinstance(part, PackedLinear)]
-    moved = sum(end - begin for begin, end in _merged(memory) if _collapse(begin, end))
+    """Moves packed weights to huge pages where the kernel lets us; returns the bytes moved."""
+    parts = [part for module in modules for part in module.modules()]
+    memory = [part.memory for part in parts if isinstance(part, PackedLinear)]
+    moved = sum(end - begin for begin, end in merged(memory) if _collapse(begin, end))
     log.debug("%d MB of weights lie on huge pages", moved >> 20)
     return moved
 
 
-def _merged(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges `[begin, end)` of whole pages that cover (address, length), neighbours as one."""
     ranges: list[tuple[int, int]] = []
     for address, length in sorted(memory):

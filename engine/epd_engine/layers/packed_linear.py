@@ -60,9 +60,7 @@ def pack_linears(module: nn.Module) -> int:
 
 def can_be_packed(linear: nn.Linear) -> bool:
     """Whether it is in bfloat16, on the CPU, and this torch can."""
-    return (
-        linear.weight.device.type == "cpu" and linear.weight.dtype is torch.bfloat16 and _is_supported()
-    )
+    return linear.weight.device.type == "cpu" and linear.weight.dtype is torch.bfloat16 and _is_supported()
 
 
 def _is_supported() -> bool:

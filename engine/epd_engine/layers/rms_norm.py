@@ -7,7 +7,7 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Like transformers', the mean and the scaling are float32; made in place, in four passes instead of six."""
+    """Mean and scaling in float32 like transformers', but in place: four passes instead of six."""
 
     def __init__(self, norm: Any):
         super().__init__()

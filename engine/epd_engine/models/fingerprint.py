@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "adapter_config.json")
 VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 READ_BYTES = 1 << 20
+# How the dimensions of a head lie in its keys (`layers/rotary.py`): in another order they are another's KV.
+KEY_ORDER = "pairs side by side"
 
 # Checkpoint names of tower and projector by architecture, for those who have no family module at hand. Of an
 # architecture that is not here all weights are hashed.
@@ -57,8 +59,10 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def language_fingerprint(checkpoint: Checkpoint) -> str:
-    """64 hex digits that stand for all weights: whose KV it is. Raises `OSError` as above."""
-    return model_fingerprint(checkpoint, ("",))
+    """64 hex digits that stand for all weights and for how keys lie: whose KV it is. Raises `OSError` as
+    above."""
+    text = canonical_json([model_fingerprint(checkpoint, ("",)), KEY_ORDER])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _stable(value: Any) -> Any:

@@ -72,16 +72,35 @@ class Qwen2_5_VL(ModelFamily):
     def process(self, modality: str, decoded: Decoded, options: Mapping[str, Any]) -> ProcessedMedia:
         size = self._image_size(options)
         try:
-            out = self._image_processor(images=[decoded], return_tensors="pt", size=size)
+            out = self._image_processor(
+                images=[decoded], return_tensors="pt", size=size, do_rescale=False, do_normalize=False
+            )
         except (ValueError, TypeError) as error:  # such as an aspect ratio beyond the processor's limit
             raise MediaRefused(f"the image processor refuses this picture: {error}") from error
         grid = out["image_grid_thw"]
         metadata = {"image_grid_thw": grid[0].tolist()}
         return ProcessedMedia(
-            {"pixel_values": out["pixel_values"], "image_grid_thw": grid},
+            {"pixel_values": self._normalised(out["pixel_values"]), "image_grid_thw": grid},
             metadata,
             self.num_embeds("image", metadata),
         )
+
+    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Patches `[patches, channels * values]` float32 as the tower wants them, changed in place: the
+        processor's own way to it takes twice as long as all else that it does."""
+        factor, offset = self._normalisation
+        pixels.view(len(pixels), len(factor), -1).mul_(factor).add_(offset)
+        return pixels.to(self.dtype)
+
+    @cached_property
+    def _normalisation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a channel's values are multiplied by, and what is added: `[channels, 1]` float32 each."""
+        processor = self._image_processor
+        factor = processor.rescale_factor if processor.do_rescale else 1.0
+        mean, std = torch.tensor([processor.image_mean, processor.image_std], dtype=torch.float64)
+        if not processor.do_normalize:
+            mean, std = torch.zeros_like(mean), torch.ones_like(std)
+        return (factor / std)[:, None].float(), (-mean / std)[:, None].float()
 
     def blank(self, modality: str) -> Decoded:
         return Image.new("RGB", (64, 64))
@@ -102,7 +121,8 @@ class Qwen2_5_VL(ModelFamily):
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        pixels = torch.cat([f["pixel_values"] for f in batch]).to(self.device, self.dtype)
+        parts = [f["pixel_values"].to(self.device) for f in batch]
+        pixels = parts[0] if len(parts) == 1 else torch.cat(parts)
         grids = torch.cat([f["image_grid_thw"] for f in batch]).to(self.device)
         rows = (grids.prod(-1) // self._vision.spatial_merge_size**2).tolist()
         # Clones, so that one item's entry in the cache does not keep the whole batch alive.
