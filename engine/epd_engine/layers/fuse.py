@@ -8,9 +8,18 @@ from epd_engine.layers.blocks import DecoderLayer, VisionBlock
 from epd_engine.layers.rms_norm import RMSNorm
 from epd_engine.layers.rotary import Turns
 
+# A decoder layer of which `DecoderLayer` knows all there is.
+QWEN2_LAYER = {
+    *("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj", "act_fn")),
+}
+
 
 def fuse_language(model: Any) -> None:
-    """Of a text model built as `Qwen2Model` is."""
+    """Of a text model built as `Qwen2Model` is; any other stays as it is."""
+    if any({name for name, _ in layer.named_modules()} != QWEN2_LAYER for layer in model.layers):
+        return
     model.layers = nn.ModuleList(DecoderLayer(layer) for layer in model.layers)
     model.norm = RMSNorm(model.norm)
     model.rotary_emb = Turns(model.rotary_emb)

@@ -100,8 +100,8 @@ class ModelRunner:
 
     def _run_language_model(self, chunks: Sequence[Chunk], output: ModelRunnerOutput) -> None:
         embeds = self._embeds(chunks)
-        positions = torch.cat([c.request.position_ids(c.start, c.end) for c in chunks], dim=1)
-        hidden = self._family.forward(embeds, positions.to(self._family.device), batch=self._pack(chunks))
+        positions = _positions(chunks).to(self._family.device)
+        hidden = self._family.forward(embeds, positions, batch=self._pack(chunks))
         ends = torch.tensor([c.length for c in chunks]).cumsum(0) - 1
         sampling = [(c.request, int(end)) for c, end in zip(chunks, ends, strict=True) if c.samples]
         if not sampling:
@@ -145,3 +145,11 @@ class ModelRunner:
             return None
         request_ids = frozenset(chunk.request.request_id for chunk in chunks)
         return lambda layer: connector.save_kv_layer(layer, request_ids)
+
+
+def _positions(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Rotary positions `[axes, tokens]`; in one go where all are tokens of answers, as most steps are."""
+    if any(c.length > 1 or c.start < c.request.num_prompt_tokens for c in chunks):
+        return torch.cat([c.request.position_ids(c.start, c.end) for c in chunks], dim=1)
+    following = torch.tensor([c.start + c.request.position_delta for c in chunks])
+    return following.expand(len(chunks[0].request.positions), -1)

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, behind transformers' attention interface.
 
 All tokens of a step are packed into one row without padding; each sequence attends to its own blocks of the
-pool (PagedAttention, arXiv 2309.06180). The model code stays transformers' own. Sequences with one new token
+pool (PagedAttention, arXiv 2309.06180). The model around it stays transformers'. Sequences with one new token
 attend together, in groups of like length; the others one by one.
 """
 
@@ -66,9 +66,10 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Queries at `places` `[sequences]`; `mask` `[sequences, 1, 1, context]` is added to their scores."""
+    """Queries at `places` `[sequences]`, or all there are (None); `mask` `[sequences, 1, 1, context]` is
+    added to their scores."""
 
-    places: torch.Tensor
+    places: torch.Tensor | None
     rows: torch.Tensor
     mask: torch.Tensor
 
@@ -79,7 +80,8 @@ class PackedBatch:
     def __init__(self, cache: KVCache, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None):
         """`on_layer` is called with a layer's index when its new keys and values lie in the cache."""
         self.cache, self.on_layer = cache, on_layer
-        self.write_rows = torch.cat([self._written(span) for span in spans]).flatten()
+        self._num_tokens = sum(span.end - span.start for span in spans)
+        self.write_rows = self._written(spans)
         decoding = [span for span in spans if span.end - span.start == 1]
         self.prefills = [self._prefill(span) for span in spans if span.end - span.start > 1]
         lengths = [len(self._blocks(span)) for span in decoding]
@@ -91,15 +93,14 @@ class PackedBatch:
     def _blocks(self, span: Span) -> Sequence[int]:
         return span.block_ids[: -(-span.end // self.cache.block_size)]
 
-    def _written(self, span: Span) -> torch.Tensor:
-        """Where keys and values of new tokens go, as rows of one head's token: `[tokens, kv_heads]`."""
+    def _written(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Where keys and values of new tokens go, as rows of one head's token: `[tokens * kv_heads]`."""
         size, heads = self.cache.block_size, self.cache.kv_heads
-        first = span.start // size
-        blocks = torch.tensor(self._blocks(span)[first:])
-        places = torch.arange(span.start, span.end)
-        block = blocks[places // size - first]
-        rows = (block[:, None] * heads + torch.arange(heads)) * size + (places % size)[:, None]
-        return rows.to(self.cache.device)
+        blocks = [span.block_ids[at // size] for span in spans for at in range(span.start, span.end)]
+        offsets = [at % size for span in spans for at in range(span.start, span.end)]
+        block, offset = torch.tensor([blocks, offsets])[..., None]
+        rows: torch.Tensor = (block * heads + torch.arange(heads)) * size + offset
+        return rows.flatten().to(self.cache.device)
 
     def _context_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of one head's block, head by head, for tables `[..., blocks]`: `[..., kv_heads, blocks]`."""
@@ -122,20 +123,22 @@ class PackedBatch:
         ends = torch.tensor([span.end for span in group])
         beyond = torch.arange(longest * self.cache.block_size) >= ends[:, None]
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))[:, None, None]
-        places = torch.tensor([span.begin for span in group])
         device = self.cache.device
-        return _DecodeGroup(places.to(device), self._context_rows(table), mask.to(device))
+        places = None
+        if len(group) < self._num_tokens:
+            places = torch.tensor([span.begin for span in group], device=device)
+        return _DecodeGroup(places, self._context_rows(table), mask.to(device))
 
 
 def groups_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in groups, the longest first; in each no one is much shorter than the longest."""
+    """Indices of `lengths` in groups; in each they ascend, and no one is much shorter than the longest."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[index] >= _SHORTEST_OF_A_GROUP * lengths[groups[-1][0]]:
             groups[-1].append(index)
         else:
             groups.append([index])
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def paged_attention(
@@ -159,11 +162,14 @@ def paged_attention(
         )
     if batch.on_layer is not None:
         batch.on_layer(module.layer_idx)  # type: ignore[arg-type]
-    output = torch.empty_like(query[0]).transpose(0, 1).contiguous()  # [tokens, heads, head_dim]
+    queries = query[0].transpose(0, 1)
+    if batch.decodes and batch.decodes[0].places is None:
+        return _decode(queries, keys, values, batch.decodes[0], scaling)[None], None
+    output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     for part in batch.prefills:
         output[part.begin : part.stop] = _prefill(query, key, value, keys, values, part, scaling)
     for group in batch.decodes:
-        output[group.places] = _decode(query, keys, values, group, scaling)
+        output[group.places] = _decode(queries[group.places], keys, values, group, scaling)
     return output[None], None
 
 
@@ -203,11 +209,10 @@ def _prefill(
 
 
 def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _DecodeGroup, scaling: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _DecodeGroup, scaling: float
 ) -> torch.Tensor:
-    """`[sequences, heads, head_dim]` of one query each: the heads that share a KV head are rows of one
-    matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA."""
-    q = query[0].transpose(0, 1)[group.places]
+    """`[sequences, heads, head_dim]` to the same, one query each: the heads that share a KV head are rows of
+    one matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA."""
     sequences, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     q = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim)

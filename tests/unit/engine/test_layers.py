@@ -75,6 +75,13 @@ def test_a_language_model_computes_the_same() -> None:
     assert error(found, wanted) < 1e-5
 
 
+def test_a_layer_with_parts_that_are_not_known_is_left_alone() -> None:
+    model = Qwen2Model(text_config())
+    model.layers[1].self_attn.q_norm = nn.Identity()
+    fuse_language(model)
+    assert not any(isinstance(module, DecoderLayer | RMSNorm | Turns) for module in model.modules())
+
+
 def test_a_packed_decoder_layer_rounds_no_worse() -> None:
     config = text_config()
     exact = shaken(Qwen2DecoderLayer(config, 0))
