@@ -14,13 +14,14 @@ from epd_engine.layers.rotary import pairs_side_by_side, turn
 
 
 class LanguageAttention(nn.Module):
-    """Of a decoder layer such as Qwen2's; attends by the function that its config names."""
+    """Of a decoder layer such as Qwen2's; attends by the function that its config names by now."""
 
     def __init__(self, attention: Any):
         super().__init__()
         # What attention functions ask of a module.
         self.config, self.layer_idx, self.is_causal = attention.config, attention.layer_idx, True
         self.num_key_value_groups = attention.num_key_value_groups
+        self._attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         self._head_dim, self._scaling = attention.head_dim, attention.scaling
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._heads, self._kv_heads, _ = (linear.out_features // self._head_dim for linear in linears)
@@ -40,8 +41,7 @@ class LanguageAttention(nn.Module):
         turned = turn(heads[..., : -self._kv_heads, :], turns).transpose(1, 2)
         query, key = turned[:, : self._heads], turned[:, self._heads :]
         value = heads[..., -self._kv_heads :, :].transpose(1, 2)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        attended, _ = attend(self, query, key, value, mask, scaling=self._scaling, **options)
+        attended, _ = self._attend(self, query, key, value, mask, scaling=self._scaling, **options)
         return add_linear(residual, self.o_proj, attended.flatten(-2))
 
 
