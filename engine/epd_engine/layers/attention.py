@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from epd_engine.layers.linear import linear_of
 from epd_engine.layers.packed_linear import add_linear
 from epd_engine.layers.rotary import pairs_side_by_side, turn
 
@@ -81,7 +82,7 @@ def _joined(linears: Sequence[nn.Linear], head_dim: int) -> nn.Linear:
     biases = None
     if query.bias is not None:
         biases = [pairs_side_by_side(one.bias, head_dim) for one in (query, key)] + [value.bias]
-    return _linear(torch.cat(weights), None if biases is None else torch.cat(biases))
+    return linear_of(torch.cat(weights), None if biases is None else torch.cat(biases))
 
 
 def _reordered(qkv: nn.Linear, head_dim: int) -> nn.Linear:
@@ -91,15 +92,7 @@ def _reordered(qkv: nn.Linear, head_dim: int) -> nn.Linear:
         values = 2 * len(rows) // 3  # where they begin
         return torch.cat([pairs_side_by_side(rows[:values], head_dim), rows[values:]])
 
-    return _linear(reordered(qkv.weight), None if qkv.bias is None else reordered(qkv.bias))
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
+    return linear_of(reordered(qkv.weight), None if qkv.bias is None else reordered(qkv.bias))
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:

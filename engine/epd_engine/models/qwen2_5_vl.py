@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from epd_engine.core.request import MediaItem
 from epd_engine.layers.fuse import fuse_vision
+from epd_engine.layers.linear import linear_of
 from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia
 
 MAX_GRID_SIDE = 1 << 14
@@ -97,9 +98,10 @@ class Qwen2_5_VL(ModelFamily):
         """What a channel's values are multiplied by, and what is added: `[channels, 1]` float32 each."""
         processor = self._image_processor
         factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = torch.tensor([processor.image_mean, processor.image_std], dtype=torch.float64)
-        if not processor.do_normalize:
-            mean, std = torch.zeros_like(mean), torch.ones_like(std)
+        said = (
+            [processor.image_mean, processor.image_std] if processor.do_normalize else [[0.0] * 3, [1.0] * 3]
+        )
+        mean, std = torch.tensor(said, dtype=torch.float64)
         return (factor / std)[:, None].float(), (-mean / std)[:, None].float()
 
     def blank(self, modality: str) -> Decoded:
@@ -157,10 +159,7 @@ def _patch_projection(convolution: nn.Conv3d) -> nn.Linear:
     Where each input is as large as the kernel that is a matrix product; the CPU's convolution took a hundred
     times as long for it, a third of the whole tower's time.
     """
-    weight = convolution.weight.flatten(1)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
+    return linear_of(convolution.weight.flatten(1))
 
 
 def _read_grid(metadata: Mapping[str, Any]) -> tuple[int, int, int]:

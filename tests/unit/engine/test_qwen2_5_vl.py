@@ -3,13 +3,16 @@
 import itertools
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
 from epd_engine.core.request import MediaItem
+from epd_engine.layers.blocks import DecoderLayer, VisionBlock
 from epd_engine.models.base import MediaRefused
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import model_fingerprint
@@ -50,6 +53,16 @@ def test_patches_are_projected_by_a_matrix_product() -> None:
     loaded = family()
     loaded.load_tower()
     assert not [m for m in loaded.tower.modules() if isinstance(m, torch.nn.Conv3d)]
+
+
+def test_layers_are_those_of_few_passes() -> None:
+    loaded = family()
+    loaded.load_tower()
+    loaded.load_language()
+    kinds = Counter(type(module) for part in loaded.modules() for module in part.modules())
+    vision, text = loaded.checkpoint.config["vision_config"], loaded.checkpoint.config["text_config"]
+    assert kinds[VisionBlock] == vision["depth"]
+    assert kinds[DecoderLayer] == text["num_hidden_layers"]
 
 
 def test_a_language_model_reads_no_tower() -> None:
@@ -242,3 +255,16 @@ class TestCheckpoint:
         (copy / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="lacks 12 tensors"):
             family(copy).load_language()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"do_normalize": False}, {"do_rescale": False, "do_normalize": False}]
+)
+def test_pixels_are_what_transformers_own_processor_makes(copy: Path, changes: dict[str, bool]) -> None:
+    path = copy / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    loaded = family(copy)
+    picture = Image.effect_noise((90, 61), 80).convert("RGB")
+    own = AutoImageProcessor.from_pretrained(copy, backend="pil")(images=[picture], return_tensors="pt")
+    found = loaded.process("image", picture, {}).features["pixel_values"]
+    torch.testing.assert_close(found, own["pixel_values"], rtol=1e-5, atol=1e-6)
