@@ -35,13 +35,17 @@ class LanguageAttention(nn.Module):
         residual: torch.Tensor,
         turns: torch.Tensor,
         mask: torch.Tensor | None,
+        wanted: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """`[rows, tokens, width]`; `options` are for the attention function."""
+        """`[rows, tokens, width]`; `wanted` tokens alone attend, where it is given, and `residual` is theirs.
+        `options` are for the attention function."""
         heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self._head_dim)
         turned = turn(heads[..., : -self._kv_heads, :], turns).transpose(1, 2)
         query, key = turned[:, : self._heads], turned[:, self._heads :]
         value = heads[..., -self._kv_heads :, :].transpose(1, 2)
+        if wanted is not None:
+            query = query[:, :, wanted]
         attended, _ = self._attend(self, query, key, value, mask, scaling=self._scaling, **options)
         return add_linear(residual, self.o_proj, attended.flatten(-2))
 

@@ -11,10 +11,15 @@ from epd_engine.layers.rms_norm import RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """Such as Qwen2's."""
+    """Such as Qwen2's.
 
-    def __init__(self, layer: Any):
+    The last one of a model goes on with those tokens alone whose outcome is wanted, the last of each
+    sequence; of all others it needs no more than their keys and values.
+    """
+
+    def __init__(self, layer: Any, is_last: bool):
         super().__init__()
+        self._is_last = is_last
         self.attention_norm, self.mlp_norm = (
             RMSNorm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
         )
@@ -28,10 +33,12 @@ class DecoderLayer(nn.Module):
         batch: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """`[rows, tokens, width]`; `batch` is for the attention function."""
+        """`[rows, tokens, width]`; `batch` is for the attention function, and says what is wanted."""
         (turns,) = position_embeddings
+        wanted = batch.wanted if self._is_last and batch is not None else None
+        residual = hidden_states if wanted is None else hidden_states[:, wanted]
         x = self.attention(
-            self.attention_norm(hidden_states), hidden_states, turns, attention_mask, batch=batch
+            self.attention_norm(hidden_states), residual, turns, attention_mask, wanted, batch=batch
         )
         out: torch.Tensor = self.mlp(self.mlp_norm(x), x)
         return out

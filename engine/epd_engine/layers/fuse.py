@@ -20,7 +20,10 @@ def fuse_language(model: Any) -> None:
     """Of a text model built as `Qwen2Model` is; any other stays as it is."""
     if any({name for name, _ in layer.named_modules()} != QWEN2_LAYER for layer in model.layers):
         return
-    model.layers = nn.ModuleList(DecoderLayer(layer) for layer in model.layers)
+    last = len(model.layers) - 1
+    model.layers = nn.ModuleList(
+        DecoderLayer(layer, is_last=at == last) for at, layer in enumerate(model.layers)
+    )
     model.norm = RMSNorm(model.norm)
     model.rotary_emb = Turns(model.rotary_emb)
 

@@ -15,6 +15,7 @@ from epd_engine.layers.fuse import fuse_language
 from epd_engine.models.audio import Waveform
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError, empty_weights
 from epd_engine.models.language import LanguageModel, check_attention
+from epd_engine.worker.paged_attention import PackedBatch
 
 # What a decoder of the server hands over: an RGB picture, or one channel of sound.
 Decoded = Image.Image | Waveform
@@ -163,9 +164,10 @@ class ModelFamily(ABC):
         """`[tokens]` to `[tokens, width]`."""
         return self.language.embed(token_ids)
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """Hidden states `[tokens, hidden]` of packed embeddings `[tokens, width]` at `[axes, tokens]`."""
-        return self.language.hidden(embeds, positions, **attention)
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Hidden states `[rows, hidden]` of those packed embeddings `[tokens, width]` at `[axes, tokens]`
+        whose outcome `batch` wants."""
+        return self.language.hidden(embeds, positions, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` to `[rows, vocab]`."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from epd_engine.models.checkpoint import CheckpointError
-from epd_engine.worker.paged_attention import ATTENTION_NAME
+from epd_engine.worker.paged_attention import ATTENTION_NAME, PackedBatch
 
 
 class LanguageModel(nn.Module):
@@ -25,18 +25,20 @@ class LanguageModel(nn.Module):
         embeds: torch.Tensor = self.model.embed_tokens(token_ids)
         return embeds
 
-    def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """`[tokens, width]` at `[axes, tokens]` to `[tokens, hidden]`."""
+    def hidden(self, embeds: torch.Tensor, positions: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """`[tokens, width]` at `[axes, tokens]` to `[rows, hidden]`, of those tokens that `batch` wants."""
         out = self.model(
             inputs_embeds=embeds[None],
             # A row of a batch of one; models with several axes take them before the batch.
             position_ids=positions if len(positions) == 1 else positions[:, None],
             attention_mask={"full_attention": None},  # the paged attention makes its own
             use_cache=False,
-            **attention,
+            batch=batch,
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+        if batch.wanted is None or len(hidden) == len(batch.wanted):  # the last layer may have chosen already
+            return hidden
+        return hidden[batch.wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` to `[rows, vocab]`."""

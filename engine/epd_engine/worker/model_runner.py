@@ -101,13 +101,9 @@ class ModelRunner:
     def _run_language_model(self, chunks: Sequence[Chunk], output: ModelRunnerOutput) -> None:
         embeds = self._embeds(chunks)
         positions = _positions(chunks).to(self._family.device)
-        hidden = self._family.forward(embeds, positions, batch=self._pack(chunks))
-        ends = torch.tensor([c.length for c in chunks]).cumsum(0) - 1
-        sampling = [(c.request, int(end)) for c, end in zip(chunks, ends, strict=True) if c.samples]
-        if not sampling:
-            return
-        logits = self._family.logits(hidden[[end for _, end in sampling]])
-        self._sample([request for request, _ in sampling], logits, output)
+        hidden = self._family.forward(embeds, positions, self._pack(chunks))
+        if sampling := [c.request for c in chunks if c.samples]:
+            self._sample(sampling, self._family.logits(hidden), output)
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         chosen = self._sampler.sample(requests, logits)
@@ -134,7 +130,7 @@ class ModelRunner:
         assert self._kv_cache is not None, "an instance with a language model has a KV cache"
         spans, begin = [], 0
         for chunk in chunks:
-            spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids))
+            spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids, chunk.samples))
             begin += chunk.length
         return PackedBatch(self._kv_cache, spans, self._on_layer(chunks))
 

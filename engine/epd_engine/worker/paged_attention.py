@@ -45,12 +45,19 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence's part of a packed row: its tokens `[start, end)` lie from `begin` on."""
+    """One sequence's part of a packed row: its tokens `[start, end)` lie from `begin` on. `is_wanted` says
+    whether its last token's outcome is."""
 
     begin: int
     start: int
     end: int
     block_ids: Sequence[int]
+    is_wanted: bool = True
+
+    @property
+    def last(self) -> int:
+        """Where its last token lies."""
+        return self.begin + self.end - self.start - 1
 
 
 @dataclass(frozen=True)
@@ -75,20 +82,26 @@ class _DecodeGroup:
 
 
 class PackedBatch:
-    """A step's sequences over a cache; indices and masks are made once and serve every layer."""
+    """A step's sequences over a cache; indices and masks are made once and serve every layer.
+
+    `wanted` `[rows]` are the packed tokens whose outcome is, or None for all. The last layer may be asked by
+    their queries alone: each attends like a decode over its context, in `finals`.
+    """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None):
         """`on_layer` is called with a layer's index when its new keys and values lie in the cache."""
         self.cache, self.on_layer = cache, on_layer
-        self._num_tokens = sum(span.end - span.start for span in spans)
+        num_tokens = sum(span.end - span.start for span in spans)
         self.write_rows = self._written(spans)
-        decoding = [span for span in spans if span.end - span.start == 1]
+        decoding = [(span, span.begin) for span in spans if span.end - span.start == 1]
         self.prefills = [self._prefill(span) for span in spans if span.end - span.start > 1]
-        lengths = [len(self._blocks(span)) for span in decoding]
-        self.decodes = [
-            self._decode_group([decoding[index] for index in group])
-            for group in groups_of_like_length(lengths)
-        ]
+        self.decodes = self._decode_groups(decoding, num_tokens)
+        wanted = [span for span in spans if span.is_wanted]
+        self.wanted: torch.Tensor | None = None
+        self.finals = self.decodes
+        if len(wanted) < num_tokens:
+            self.wanted = torch.tensor([s.last for s in wanted], dtype=torch.int64, device=cache.device)
+            self.finals = self._decode_groups([(s, at) for at, s in enumerate(wanted)], len(wanted))
 
     def _blocks(self, span: Span) -> Sequence[int]:
         return span.block_ids[: -(-span.end // self.cache.block_size)]
@@ -115,18 +128,26 @@ class PackedBatch:
         rows = self._context_rows(torch.tensor(self._blocks(span)))
         return _Prefill(span.begin, span.begin + length, span.end, rows, mask)
 
-    def _decode_group(self, group: Sequence[Span]) -> _DecodeGroup:
-        tables = [self._blocks(span) for span in group]
+    def _decode_groups(self, queries: Sequence[tuple[Span, int]], count: int) -> list[_DecodeGroup]:
+        """For the last tokens of spans, with where their queries lie among `count`."""
+        lengths = [len(self._blocks(span)) for span, _ in queries]
+        return [
+            self._decode_group([queries[index] for index in group], count)
+            for group in groups_of_like_length(lengths)
+        ]
+
+    def _decode_group(self, group: Sequence[tuple[Span, int]], count: int) -> _DecodeGroup:
+        tables = [self._blocks(span) for span, _ in group]
         longest = max(map(len, tables))
         # Padded with a block of its own: nothing of another's ever meets its weights, not even as 0 x NaN.
         table = torch.tensor([[*own, *[own[-1]] * (longest - len(own))] for own in tables])
-        ends = torch.tensor([span.end for span in group])
+        ends = torch.tensor([span.end for span, _ in group])
         beyond = torch.arange(longest * self.cache.block_size) >= ends[:, None]
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))[:, None, None]
         device = self.cache.device
         places = None
-        if len(group) < self._num_tokens:
-            places = torch.tensor([span.begin for span in group], device=device)
+        if len(group) < count:
+            places = torch.tensor([place for _, place in group], device=device)
         return _DecodeGroup(places, self._context_rows(table), mask.to(device))
 
 
@@ -152,8 +173,8 @@ def paged_attention(
     batch: PackedBatch,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature. `query` is `[1, heads, tokens, head_dim]`, `key` and `value` have
-    kv heads; returns `[1, tokens, heads, head_dim]`."""
+    """transformers' attention signature. `query` is `[1, heads, rows, head_dim]`, of all tokens or of those
+    that are wanted; `key` and `value` are of all, with kv heads. Returns `[1, rows, heads, head_dim]`."""
     keys, values = batch.cache.layers[module.layer_idx]  # type: ignore[index]
     head_dim = query.shape[-1]
     for cache, new in ((keys, key), (values, value)):
@@ -163,12 +184,14 @@ def paged_attention(
     if batch.on_layer is not None:
         batch.on_layer(module.layer_idx)  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)
-    if batch.decodes and batch.decodes[0].places is None:
-        return _decode(queries, keys, values, batch.decodes[0], scaling)[None], None
+    is_final = len(queries) < key.shape[2]
+    decodes = batch.finals if is_final else batch.decodes
+    if decodes and decodes[0].places is None:
+        return _decode(queries, keys, values, decodes[0], scaling)[None], None
     output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
-    for part in batch.prefills:
+    for part in () if is_final else batch.prefills:
         output[part.begin : part.stop] = _prefill(query, key, value, keys, values, part, scaling)
-    for group in batch.decodes:
+    for group in decodes:
         output[group.places] = _decode(queries[group.places], keys, values, group, scaling)
     return output[None], None
 

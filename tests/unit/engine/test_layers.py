@@ -22,6 +22,8 @@ from epd_engine.layers.huge_pages import merged, use_huge_pages
 from epd_engine.layers.packed_linear import PackedLinear, add_linear, pack_linears
 from epd_engine.layers.rms_norm import RMSNorm
 from epd_engine.layers.rotary import Turns, pairs_side_by_side, turn
+from epd_engine.models.language import LanguageModel
+from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 
 HEAD = 16
 EXACT, ROUNDED = torch.float32, torch.bfloat16
@@ -75,6 +77,32 @@ def test_a_language_model_computes_the_same() -> None:
     assert error(found, wanted) < 1e-5
 
 
+def test_the_last_layer_goes_on_with_wanted_tokens_alone() -> None:
+    config = text_config()
+    own = shaken(Qwen2Model(config))
+    embeds, positions = torch.randn(9, 64), torch.arange(9)[None]
+    exact = own(inputs_embeds=embeds[None], position_ids=positions, use_cache=False).last_hidden_state[0]
+    model = LanguageModel(own, tied=True)
+    fuse_language(own)
+    rows: list[int] = []
+    for layer in own.layers:
+        layer.mlp.register_forward_hook(lambda module, inputs, out: rows.append(out.shape[1]))
+    kv = KVCache(
+        num_layers=2,
+        num_blocks=4,
+        block_size=4,
+        kv_heads=2,
+        head_dim=HEAD,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for begin, end, is_wanted in ((0, 5, False), (5, 9, True)):
+        batch = PackedBatch(kv, [Span(0, begin, end, [2, 0, 3], is_wanted)])
+        found = model.hidden(embeds[begin:end], positions[:, begin:end], batch)
+    assert error(found, exact[8:]) < 1e-5
+    assert rows == [5, 0, 4, 1]
+
+
 def test_a_layer_with_parts_that_are_not_known_is_left_alone() -> None:
     model = Qwen2Model(text_config())
     model.layers[1].self_attn.q_norm = nn.Identity()
@@ -90,7 +118,7 @@ def test_a_packed_decoder_layer_rounds_no_worse() -> None:
     wanted = exact(x.float(), attention_mask=None, position_embeddings=rotary(x.float(), positions))
     own = exact.to(ROUNDED)
     rounded = own(x, attention_mask=None, position_embeddings=rotary(x, positions))
-    layer = DecoderLayer(own)
+    layer = DecoderLayer(own, is_last=False)
     assert pack_linears(layer) == 4  # queries, keys and values at once; the gate was packed with its SiLU
     assert_as_good(layer(x, None, Turns(rotary)(x, positions)), rounded, wanted)
 

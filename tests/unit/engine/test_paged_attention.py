@@ -1,6 +1,7 @@
 """Paged attention against attention over each sequence alone."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,30 @@ def run(kv: KVCache, parts: list[tuple[Sequence, int]]) -> None:
     for span, (sequence, count) in zip(spans, parts, strict=True):
         got = out[0, span.begin : span.begin + count]
         torch.testing.assert_close(got, sequence.expected[span.start : span.end], atol=1e-5, rtol=1e-4)
+    for wanted in (spans, spans[::2], []):
+        ask_last(kv, parts, spans, wanted, (q, k, v))
+    for sequence, count in parts:
         sequence.done += count
+
+
+def ask_last(
+    kv: KVCache,
+    parts: list[tuple[Sequence, int]],
+    spans: list[Span],
+    wanted: list[Span],
+    qkv: tuple[torch.Tensor, ...],
+) -> None:
+    """The same step in a last layer, where only `wanted` spans' last tokens attend."""
+    batch = PackedBatch(kv, [replace(span, is_wanted=span in wanted) for span in spans])
+    if batch.wanted is None:  # of every span there is but one token
+        return
+    assert batch.wanted.tolist() == [span.last for span in wanted]
+    q, k, v = qkv
+    out, _ = paged_attention(LAYER, q[:, :, batch.wanted], k, v, None, scaling=DIM**-0.5, batch=batch)
+    assert out.shape == (1, len(wanted), HEADS, DIM)
+    expected = [s.expected[span.end - 1] for (s, _), span in zip(parts, spans, strict=True) if span in wanted]
+    for got, alone in zip(out[0], expected, strict=True):
+        torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(12))
