@@ -1,7 +1,7 @@
 """An EPDDeployment on a real node, and what a person would look at."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,20 +98,28 @@ class Installation:
 
 @contextmanager
 def installed_on(
-    volume: Path, kubectl: Kubectl, namespace: str, document: dict[str, Any]
+    volumes: Sequence[dict[str, Any]],
+    kubectl: Kubectl,
+    namespace: str,
+    *documents: dict[str, Any],
+    seconds: float = START_SECONDS,
 ) -> Iterator[Installation]:
-    """An EPDDeployment that is ready, in a namespace of its own and with this directory as its one volume."""
+    """The last of `documents` is an EPDDeployment; once it is ready, in a namespace of its own. All of it goes,
+    the volumes too, however far it came."""
+    names = [volume["metadata"]["name"] for volume in volumes]
     kubectl("create", "namespace", namespace)
     try:
-        kubectl.apply(local_volume(kubectl, namespace, volume, size="10Gi"))
-        kubectl.apply(document, "-n", namespace)
-        made = Installation(kubectl, namespace, document["metadata"]["name"])
-        made.wait_ready()
+        for volume in volumes:
+            kubectl.apply(volume)
+        for document in documents:
+            kubectl.apply(document, "-n", namespace)
+        made = Installation(kubectl, namespace, documents[-1]["metadata"]["name"])
+        made.wait_ready(seconds)
         made.find_endpoint()
         yield made
     finally:
         kubectl("delete", "namespace", namespace)
-        kubectl("delete", "persistentvolume", namespace, "--ignore-not-found")
+        kubectl("delete", "persistentvolume", *names, "--ignore-not-found")
 
 
 def _answers(url: str) -> bool:

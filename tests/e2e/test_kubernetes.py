@@ -1,14 +1,14 @@
 """Helm install, kubectl apply, an answer: pods in containers on a real node share one volume."""
 
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
 import pytest
+import yaml
 
-from tests.e2e.installation import START_SECONDS, Installation, local_volume
+from tests.e2e.installation import START_SECONDS, Installation, installed_on, local_volume
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT, shipped, user
 from tests.support.waiting import eventually
@@ -24,18 +24,11 @@ pytestmark = [pytest.mark.node, pytest.mark.timeout(1800)]
 def installed(
     operator: None, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    namespace = "e2e"
-    volume = tmp_path_factory.mktemp("volume")
-    kubectl("create", "namespace", namespace)
-    kubectl("apply", "-f", "-", given=json.dumps(local_volume(kubectl, "e2e-store", volume, size="10Gi")))
-    made = Installation(kubectl, namespace, "digits")
-    kubectl("apply", "-n", namespace, "-f", str(DOCUMENT))
-    made.patch({"roles": {"encoder": {"replicas": 2}}})
-    made.wait_ready()
-    made.find_endpoint()
-    yield made
-    kubectl("delete", "namespace", namespace)
-    kubectl("delete", "persistentvolume", "e2e-store")
+    document = yaml.safe_load(DOCUMENT.read_text())
+    document["spec"]["roles"]["encoder"]["replicas"] = 2
+    volume = local_volume(kubectl, "e2e-store", tmp_path_factory.mktemp("volume"), size="10Gi")
+    with installed_on([volume], kubectl, "e2e", document) as made:
+        yield made
 
 
 def test_shipped_pictures_are_answered_right_through_the_proxys_service(installed: Installation) -> None:

@@ -1,6 +1,5 @@
 """Two tiers on a real node: pods of different users meet in one tmpfs, through a claim."""
 
-import json
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.installation import Installation, local_volume
+from tests.e2e.installation import Installation, installed_on, local_volume
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT, shipped, user
 from tests.support.waiting import eventually
@@ -34,24 +33,15 @@ def memory() -> Iterator[Path]:
 def installed(
     operator: None, kubectl: Kubectl, memory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    namespace = "e2e-memory"
-    files = tmp_path_factory.mktemp("files")
-    kubectl("create", "namespace", namespace)
-    for volume in (
+    volumes = [
         local_volume(kubectl, "e2e-memory", memory, size="256Mi", storage_class="epd-memory"),
-        local_volume(kubectl, "e2e-files", files, size="1Gi"),
-    ):
-        kubectl("apply", "-f", "-", given=json.dumps(volume))
-    made = Installation(kubectl, namespace, "digits-memory")
+        local_volume(kubectl, "e2e-files", tmp_path_factory.mktemp("files"), size="1Gi"),
+    ]
     document = yaml.safe_load(DOCUMENT.read_text())
     for role, uid in USERS.items():
         document["spec"]["roles"][role]["podTemplate"] = {"spec": {"securityContext": {"runAsUser": uid}}}
-    kubectl("apply", "-n", namespace, "-f", "-", given=json.dumps(document))
-    made.wait_ready()
-    made.find_endpoint()
-    yield made
-    kubectl("delete", "namespace", namespace)
-    kubectl("delete", "persistentvolume", "e2e-memory", "e2e-files")
+    with installed_on(volumes, kubectl, "e2e-memory", document) as made:
+        yield made
 
 
 def test_pods_of_different_users_exchange_an_entry_through_memory(

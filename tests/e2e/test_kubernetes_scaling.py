@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.installation import START_SECONDS, Installation, installed_on
+from tests.e2e.installation import START_SECONDS, Installation, installed_on, local_volume
 from tests.e2e.traffic import ask_about_pictures, ask_for_tokens, traffic
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT
@@ -53,7 +53,8 @@ def installed(
     document["spec"]["roles"] = {role: scaled(role) for role in TARGETS}
     # However busy the engines are, who answers for them is heard.
     document["spec"]["proxy"] = {"resources": {"requests": {"cpu": "400m"}}}
-    with installed_on(tmp_path_factory.mktemp("volume"), kubectl, "e2e-scaling", document) as made:
+    volume = local_volume(kubectl, "e2e-scaling", tmp_path_factory.mktemp("volume"), size="10Gi")
+    with installed_on([volume], kubectl, "e2e-scaling", document) as made:
         yield made
 
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.installation import Installation, installed_on
+from tests.e2e.installation import Installation, installed_on, local_volume
 from tests.integration.chart.programs import Kubectl
 from tests.support.digits import ROOT, shipped, user
 from tests.support.waiting import eventually
@@ -24,7 +24,9 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(operator: None, kubectl: Kubectl, volume: Path) -> Iterator[Installation]:
-    with installed_on(volume, kubectl, "e2e-three", yaml.safe_load(DOCUMENT.read_text())) as made:
+    document = yaml.safe_load(DOCUMENT.read_text())
+    volumes = [local_volume(kubectl, "e2e-three", volume, size="10Gi")]
+    with installed_on(volumes, kubectl, "e2e-three", document) as made:
         yield made
 
 

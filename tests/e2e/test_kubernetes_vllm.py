@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.base import Cluster
 from tests.cluster.images import BASE_PYTHON, build_image
-from tests.e2e.installation import Installation, local_volume
+from tests.e2e.installation import Installation, installed_on, local_volume
 from tests.integration.chart.programs import Kubectl
 from tests.support.engines import MODEL_NAME
 from tests.support.vllm import FLAGS, LARGEST, NO_VIDEO, environment_directory, vllm_python
@@ -56,20 +56,13 @@ def installed(
     make(models / "tiny", "qwen2_5_vl", "tiny")
     for path in [models, *models.rglob("*")]:
         path.chmod(0o755)
-    kubectl("create", "namespace", NAMESPACE)
-    for wanted in (
+    volumes = [
         local_volume(kubectl, "e2e-vllm-store", store, size="10Gi"),
         local_volume(kubectl, "e2e-vllm-models", models, size="1Gi", storage_class="models"),
-        claim("models"),
-        deployment(image),
-    ):
-        kubectl("apply", "-n", NAMESPACE, "-f", "-", given=json.dumps(wanted))
-    made = Installation(kubectl, NAMESPACE, NAME)
-    made.wait_ready(VLLM_START_SECONDS)
-    made.find_endpoint()
-    yield made
-    kubectl("delete", "namespace", NAMESPACE)
-    kubectl("delete", "persistentvolume", "e2e-vllm-store", "e2e-vllm-models")
+    ]
+    wanted = (claim("models"), deployment(image))
+    with installed_on(volumes, kubectl, NAMESPACE, *wanted, seconds=VLLM_START_SECONDS) as made:
+        yield made
 
 
 def claim(name: str) -> dict[str, Any]:
