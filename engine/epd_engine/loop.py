@@ -5,7 +5,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from epd_engine.core.output import RequestUpdate
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # how often an idle loop shows that it lives, and lets connectors look after their stores
 STALLED_SECONDS = 0.005  # until work that had no room is tried again
+GATHER_SECONDS = 0.02  # at most, that an idle engine with a request waits for others that are on their way
+ARRIVAL_SECONDS = 0.001  # until it is asked again whether any still are
 
 
 class EngineLoop:
@@ -26,6 +29,7 @@ class EngineLoop:
         self._make_engine = make_engine
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._outboxes: dict[str, asyncio.Queue[RequestUpdate]] = {}
+        self._num_arriving = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._ready = asyncio.Event()
@@ -62,6 +66,16 @@ class EngineLoop:
     @property
     def num_requests(self) -> int:
         return len(self._outboxes)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Meanwhile a request is made ready that is handed in next. An idle engine waits for it a moment: of
+        many that come at once, the first would have a step to itself while all others wait."""
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
 
     async def updates(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """News of `request` until its end. Closing the iterator early aborts the request."""
@@ -127,15 +141,26 @@ class EngineLoop:
 
     def _take_inbox(self, engine: Engine) -> bool:
         """Runs what has come in, waiting for it only when there is nothing else to do. False: stop."""
-        wait = STALLED_SECONDS if engine.has_work else IDLE_SECONDS
+        is_idle = not engine.has_work
+        wait = IDLE_SECONDS if is_idle else STALLED_SECONDS
         try:
-            command = self._inbox.get(block=engine.is_stalled or not engine.has_work, timeout=wait)
+            command = self._inbox.get(block=is_idle or engine.is_stalled, timeout=wait)
+            until = time.monotonic() + GATHER_SECONDS if is_idle else 0.0
             while command is not None:
                 command(engine)
-                command = self._inbox.get_nowait()
+                command = self._next(until)
         except queue.Empty:
             return True
         return False
+
+    def _next(self, until: float) -> Callable[[Engine], None] | None:
+        """Raises `queue.Empty`, not before `until` while requests are on their way."""
+        while self._num_arriving and time.monotonic() < until:
+            try:
+                return self._inbox.get(timeout=ARRIVAL_SECONDS)
+            except queue.Empty:
+                pass  # or it was refused
+        return self._inbox.get_nowait()
 
     def _add(self, engine: Engine, request: Request) -> None:
         try:

@@ -104,8 +104,8 @@ def installed_on(
     *documents: dict[str, Any],
     seconds: float = START_SECONDS,
 ) -> Iterator[Installation]:
-    """The last of `documents` is an EPDDeployment; once it is ready, in a namespace of its own. All of it goes,
-    the volumes too, however far it came."""
+    """The last of `documents` is an EPDDeployment; once it is ready, in a namespace of its own. All of it
+    goes, the volumes too, however far it came."""
     names = [volume["metadata"]["name"] for volume in volumes]
     kubectl("create", "namespace", namespace)
     try:

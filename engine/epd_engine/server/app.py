@@ -79,7 +79,7 @@ class Service:
         self.loop.start(on_failure)
         engine = await self.loop.wait_ready()
         tokenizer = await asyncio.to_thread(ChatTokenizer, engine.family.checkpoint)
-        self._builder = PromptBuilder(engine, tokenizer, self.metrics)
+        self._builder = PromptBuilder(engine, tokenizer, self.metrics, self.loop.arriving)
         self._chat = ChatHandler(self.loop, tokenizer, self._builder, self.metrics)
         self.metrics.attach(engine)
         log.info("ready", extra=engine.describe())

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,10 +38,17 @@ MediaPart = RawMediaPart | EmbedsPart
 class PromptBuilder:
     """Prepares requests off the event loop, in a bounded pool of threads."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, metrics: ServerMetrics):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        metrics: ServerMetrics,
+        arriving: Callable[[], AbstractContextManager[None]],
+    ):
+        """`arriving` is entered for the last of what makes a request ready, when its media are."""
         self._config: EngineConfig = engine.config
         self._engine, self._family = engine, engine.family
-        self._tokenizer, self._metrics = tokenizer, metrics
+        self._tokenizer, self._metrics, self._arriving = tokenizer, metrics, arriving
         self._pool = ThreadPoolExecutor(engine.config.media.workers, "media")
 
     async def build(self, body: ChatCompletionRequest, request_id: str) -> Request:
@@ -62,7 +70,8 @@ class PromptBuilder:
         media = [task.result() for task in tasks]
         if self._config.is_encode_only:
             return self._encode_request(body, request_id, media)
-        return await self._in_pool(self._chat_request, body, request_id, media, kv)
+        with self._arriving():
+            return await self._in_pool(self._chat_request, body, request_id, media, kv)
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
