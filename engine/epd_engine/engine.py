@@ -24,6 +24,7 @@ from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVMode
 from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.layers.huge_pages import use_huge_pages
 from epd_engine.layers.packed_linear import pack_linears
+from epd_engine.lookahead import Lookahead, PreparedStep
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
@@ -99,6 +100,9 @@ class Engine:
             )
         )
         self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), self._kv_worker_side)
+        self._lookahead = (
+            Lookahead(self.scheduler, self.runner) if isinstance(self.scheduler, Scheduler) else None
+        )
         self._connectors_made = [c for c in (scheduler_side, worker_side) if c is not None]
         self._kv_connectors_made = [c for c in (kv_scheduler_side, self._kv_worker_side) if c is not None]
         self.is_stalled = False
@@ -126,11 +130,12 @@ class Engine:
         """
         if not self.has_work:
             self._check_integrity()
-        step = self.scheduler.schedule()
+        prepared = self._lookahead.take() if self._lookahead is not None else None
+        step = self.scheduler.schedule() if prepared is None else prepared.step
         self.is_stalled = step.is_empty
         began = time.monotonic()
         try:
-            output = self.runner.poll() if step.is_empty else self.runner.execute(step)
+            output = self.runner.poll() if step.is_empty else self._execute(step, prepared)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
             log.exception("a step failed; its requests are ended")
             error = RequestError(500, "internal_error", "the engine failed on this request; see its log")
@@ -186,10 +191,18 @@ class Engine:
         }
 
     def shutdown(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.shutdown()
         for connector in self._connectors_made:
             connector.shutdown()
         for kv_connector in self._kv_connectors_made:
             kv_connector.shutdown()
+
+    def _execute(self, step: SchedulerOutput, prepared: PreparedStep | None) -> ModelRunnerOutput:
+        if self._lookahead is None:
+            return self.runner.execute(step)
+        with self._lookahead.beside(step):
+            return self.runner.execute(step, None if prepared is None else prepared.inputs)
 
     def _connectors(self) -> tuple[ECConnectorBase | None, ECConnectorBase | None]:
         if self.config.ec_transfer is None:

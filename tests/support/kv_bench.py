@@ -41,6 +41,7 @@ class KVBench:
         self._saving: dict[str, Callable[[], None]] = {}
         self._loading: list[Callable[[ModelRunnerOutput], None]] = []
         self._output = ModelRunnerOutput()
+        self._foreseen: SchedulerOutput | None = None
         self.told: dict[str, list[int]] = {}
         self.ends: dict[str, RequestUpdate] = {}
 
@@ -60,7 +61,10 @@ class KVBench:
         return made
 
     def step(self) -> SchedulerOutput:
-        step = self.scheduler.schedule()
+        foreseen, self._foreseen = self._foreseen, None
+        step = foreseen if foreseen and self.scheduler.confirm(foreseen) else self.scheduler.schedule()
+        if self.scheduler.is_foreseeable(step):
+            self._foreseen = self.scheduler.foresee(step)
         output, self._output = self._output, ModelRunnerOutput()
         for chunk in step.chunks:
             self._compute(chunk.request, chunk.start, chunk.end)

@@ -118,6 +118,49 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         step = SchedulerOutput()
+        self._plan_chunks(step)
+        self._complete(step)
+        return step
+
+    def is_foreseeable(self, step: SchedulerOutput) -> bool:
+        """Whether nothing but the tokens' values is unknown of the step after `step`, which is about to run:
+        everybody who runs gets a token from it, and nobody can join them."""
+        may_skip = step.scheduled_encoder_inputs or step.external_load_encoder_input  # where media fail
+        return (
+            not (may_skip or self._may_admit())
+            and len(step.chunks) == self.num_running
+            and all(chunk.samples for chunk in step.chunks)
+        )
+
+    def foresee(self, step: SchedulerOutput) -> SchedulerOutput | None:
+        """The step after `step`, which is foreseeable: one more token of everybody who does not reach its
+        length. None without blocks for all. Meant for another thread while `step` runs: all that it changes
+        is that requests hold the blocks that they will need."""
+        going_on = [r for r in self._running if not self._is_full(r, len(r.output_token_ids) + 1)]
+        if not going_on or not all(self._pool.grow(r.block_ids, r.num_tokens + 1) for r in going_on):
+            return None
+        return SchedulerOutput([Chunk(request, request.num_tokens, 1) for request in going_on])
+
+    def is_still_right(self, foreseen: SchedulerOutput) -> bool:
+        """Whether `schedule` would plan the same chunks now: the same requests run, each has got the token
+        that was unknown, and nobody joins them."""
+        return (
+            not self._may_admit()
+            and len(foreseen.chunks) == self.num_running
+            and all(
+                chunk.request is request and chunk.start == request.num_computed_tokens and chunk.samples
+                for chunk, request in zip(foreseen.chunks, self._running, strict=True)
+            )
+        )
+
+    def confirm(self, foreseen: SchedulerOutput) -> bool:
+        """In place of `schedule`: completes `foreseen` to be run now. False: it is not right any more."""
+        if not self.is_still_right(foreseen):
+            return False
+        self._complete(foreseen)
+        return True
+
+    def _plan_chunks(self, step: SchedulerOutput) -> None:
         self._planner.begin_step()
         budget = self._limits.max_num_batched_tokens
         preempted = False
@@ -134,7 +177,7 @@ class Scheduler:
                     break
             else:
                 budget -= self._schedule_chunk(request, budget, step)
-        while self._waiting and not preempted and budget > 0 and self._has_seat():
+        while self._may_admit() and not preempted and budget > 0:
             request = self._waiting[0]
             self._take_over_prefix(request)
             if not self._has_room(request, request.num_tokens if comes_from_outside(request) else budget):
@@ -148,11 +191,13 @@ class Scheduler:
             self._planner.skip_known(request)
             self._set_running(request)
             budget -= self._schedule_chunk(request, budget, step)
+
+    def _complete(self, step: SchedulerOutput) -> None:
+        """Adds what the connectors and the encoder cache have to do, of all that has happened until now."""
         self._kv.plan(step)
         step.encoder_cache_moves = self._planner.cache.take_moves()
         if self._planner.connector is not None:
             step.ec_connector_metadata = self._planner.connector.build_connector_meta()
-        return step
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestUpdate]:
         updates, self._news = self._news, []
@@ -213,6 +258,9 @@ class Scheduler:
         """Whether KV blocks can be had for the longest chunk of this step; media only shorten it."""
         end = min(request.num_tokens, request.num_computed_tokens + budget)
         return self._pool.blocks_for(end) - len(request.block_ids) <= self._pool.num_free
+
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and self._has_seat()
 
     def _has_seat(self) -> bool:
         return self.num_running + self._kv.num_loading < self._limits.max_num_seqs
@@ -323,12 +371,14 @@ class Scheduler:
     def _finish_reason(self, request: Request) -> FinishReason | None:
         if request.output_token_ids[-1] in request.eos_token_ids:
             return FinishReason.STOP
-        if (
-            len(request.output_token_ids) >= request.sampling.max_tokens
-            or request.num_tokens >= self._limits.max_model_len
-        ):
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self._is_full(request, len(request.output_token_ids)) else None
+
+    def _is_full(self, request: Request, num_output_tokens: int) -> bool:
+        """Whether an answer of so many tokens has the greatest length that it may have."""
+        return (
+            num_output_tokens >= request.sampling.max_tokens
+            or request.num_prompt_tokens + num_output_tokens >= self._limits.max_model_len
+        )
 
     def _victim(self, request: Request) -> Request:
         """Who is preempted so that `request` can go on: whoever is served last, itself at worst; rather one

@@ -1,6 +1,7 @@
 """Executes one step's plan: load, encode, publish; the language model over packed tokens; sample."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,15 @@ from epd_engine.worker.encoder_runner import EncoderRunner
 from epd_engine.worker.kv_step import kv_step
 from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 from epd_engine.worker.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """What the language model needs of chunks beside their tokens: rotary positions `[axes, tokens]`, and
+    where their KV lies."""
+
+    positions: torch.Tensor
+    batch: PackedBatch
 
 
 class ModelRunner:
@@ -43,12 +53,19 @@ class ModelRunner:
             kv_connector.register_kv_caches(kv_cache)
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput, inputs: PackedInputs | None = None) -> ModelRunnerOutput:
+        """`inputs` are those of `step` where they are made already; then it has no media."""
         output = ModelRunnerOutput()
         self._move(step.encoder_cache_moves)
         with kv_step(self._kv_connector, step.kv_connector_metadata) as output.kv_output:
-            self._execute(step, output)
+            self._execute(step, inputs, output)
         return output
+
+    @torch.inference_mode()
+    def pack(self, chunks: Sequence[Chunk]) -> PackedInputs:
+        """The inputs of `chunks`, whose tokens need not be known yet. May be called in another thread while a
+        step is executed."""
+        return PackedInputs(_positions(chunks).to(self._family.device), self._pack(chunks))
 
     def poll(self) -> ModelRunnerOutput:
         """What has been done in the background, where a step has nothing to execute."""
@@ -57,7 +74,7 @@ class ModelRunner:
             output.kv_output = self._kv_connector.get_finished()
         return output
 
-    def _execute(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def _execute(self, step: SchedulerOutput, inputs: PackedInputs | None, output: ModelRunnerOutput) -> None:
         with ec_step(
             self._connector,
             step.ec_connector_metadata,
@@ -74,7 +91,7 @@ class ModelRunner:
                         self._connector.save_caches(self.encoder_cache, key)
             chunks = [c for c in step.chunks if self._has_media(c, output)]
             if chunks:
-                self._run_language_model(chunks, output)
+                self._run_language_model(chunks, inputs or self.pack(chunks), output)
 
     def _move(self, moves: EncoderCacheMoves) -> None:
         for key in moves.freed:
@@ -98,10 +115,11 @@ class ModelRunner:
         output.skipped.add(request.request_id)
         return False
 
-    def _run_language_model(self, chunks: Sequence[Chunk], output: ModelRunnerOutput) -> None:
+    def _run_language_model(
+        self, chunks: Sequence[Chunk], inputs: PackedInputs, output: ModelRunnerOutput
+    ) -> None:
         embeds = self._embeds(chunks)
-        positions = _positions(chunks).to(self._family.device)
-        hidden = self._family.forward(embeds, positions, self._pack(chunks))
+        hidden = self._family.forward(embeds, inputs.positions, inputs.batch)
         if sampling := [c.request for c in chunks if c.samples]:
             self._sample(sampling, self._family.logits(hidden), output)
 
@@ -130,7 +148,9 @@ class ModelRunner:
         assert self._kv_cache is not None, "an instance with a language model has a KV cache"
         spans, begin = [], 0
         for chunk in chunks:
-            spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids, chunk.samples))
+            # Beyond what is known where the token before is being computed yet.
+            is_wanted = chunk.end >= chunk.request.num_tokens
+            spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids, is_wanted))
             begin += chunk.length
         return PackedBatch(self._kv_cache, spans, self._on_layer(chunks))
 

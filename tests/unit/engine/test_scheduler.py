@@ -1,6 +1,7 @@
 """The scheduler as a pure object: no model, no clock, no thread."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,8 @@ from tests.support.engine_objects import SetConnector, item, key, request
 
 
 class Bench:
-    """A scheduler with its ledgers, and a runner that does what it is told."""
+    """A scheduler with its ledgers, and a runner that does what it is told. `choose` gives a request's next
+    token; `foreseen` is the next step where it is known already, as an engine would take it."""
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class Bench:
         self.aside: set[str] = set()
         # What lies in each slot of the KV memory: the token there, and all that came before it.
         self.memory: dict[int, object] = {}
+        self.choose: Callable[[Request], int] = lambda _: 7
+        self.foreseen: SchedulerOutput | None = None
 
     def execute(self, step: SchedulerOutput, fail_loads: frozenset[str] = frozenset()) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
@@ -57,7 +61,7 @@ class Bench:
                 continue
             self.compute(chunk)
             if chunk.samples:
-                output.sampled[chunk.request.request_id] = 7
+                output.sampled[chunk.request.request_id] = self.choose(chunk.request)
         return output
 
     def move(self, moves: EncoderCacheMoves) -> None:
@@ -82,7 +86,10 @@ class Bench:
             self.memory[slots[n]] = history[n]
 
     def step(self, **faults: frozenset[str]) -> tuple[SchedulerOutput, list[RequestUpdate]]:
-        step = self.scheduler.schedule()
+        foreseen, self.foreseen = self.foreseen, None
+        step = foreseen if foreseen and self.scheduler.confirm(foreseen) else self.scheduler.schedule()
+        if self.scheduler.is_foreseeable(step):
+            self.foreseen = self.scheduler.foresee(step)
         output = ModelRunnerOutput() if step.is_empty else self.execute(step, **faults)
         return step, self.scheduler.update(step, output)
 
