@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedStep:
+    """A foreseen step, and what the language model needs for it."""
+
     step: SchedulerOutput
     inputs: PackedInputs
 
@@ -29,10 +31,9 @@ class Lookahead:
         self._scheduler, self._runner = scheduler, runner
         self._thread = ThreadPoolExecutor(1, "ahead")
         self._prepared: PreparedStep | None = None
-        # With compute threads of its own it would take the model's cores away. torch takes the number for
-        # threads that begin later too, so that the old one is set again.
+        # torch takes the number for threads that begin later too, so that the old one is set again.
         threads = torch.get_num_threads()
-        self._thread.submit(torch.set_num_threads, 1).result()
+        self._thread.submit(_compute_alone).result()
         torch.set_num_threads(threads)
 
     @contextmanager
@@ -64,3 +65,9 @@ class Lookahead:
         except Exception:  # the step can be planned and packed in its turn, and whatever fails is told then
             log.exception("the next step could not be prepared")
             return None
+
+
+def _compute_alone() -> None:
+    """The thread's tensors are small; compute threads of its own would take cores from the model."""
+    torch.get_num_threads()  # takes over the common number, which would otherwise happen later
+    torch.set_num_threads(1)

@@ -134,3 +134,22 @@ def test_a_step_that_fails_takes_what_was_foreseen_with_it(
     assert instance.run([second])[0].ids
     assert confirmed[1] is False
     instance.close()
+
+
+def test_the_thread_that_looks_ahead_computes_alone_and_all_others_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(2)
+    seen: dict[str, int] = {}
+    foresee = Scheduler.foresee
+
+    def watched(self: Scheduler, step: SchedulerOutput) -> SchedulerOutput | None:
+        seen["ahead"] = torch.get_num_threads()
+        return foresee(self, step)
+
+    monkeypatch.setattr(Scheduler, "foresee", watched)
+    run_all()
+    later = threading.Thread(target=lambda: seen.update(later=torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert {**seen, "engine": torch.get_num_threads()} == {"ahead": 1, "later": 2, "engine": 2}
