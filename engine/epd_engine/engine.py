@@ -16,7 +16,8 @@ from epd_engine.core.media_planner import MediaPlanner
 from epd_engine.core.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from epd_engine.core.request import Request, RequestError
 from epd_engine.core.sampling import SamplingParams
-from epd_engine.core.scheduler import Scheduler, SchedulerInterface, SchedulerLimits
+from epd_engine.core.scheduler import Scheduler, SchedulerLimits
+from epd_engine.core.scheduler_interface import SchedulerInterface
 from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.ec_transfer.base import ECConnectorBase, ECConnectorRole, ECModelIdentity
 from epd_engine.ec_transfer.factory import ECConnectorFactory
@@ -24,7 +25,7 @@ from epd_engine.kv_transfer.base import KVConnectorBase, KVConnectorRole, KVMode
 from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.layers.huge_pages import use_huge_pages
 from epd_engine.layers.packed_linear import pack_linears
-from epd_engine.lookahead import Lookahead, PreparedStep
+from epd_engine.lookahead import Lookahead
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
@@ -131,11 +132,11 @@ class Engine:
         if not self.has_work:
             self._check_integrity()
         prepared = self._lookahead.take() if self._lookahead is not None else None
-        step = self.scheduler.schedule() if prepared is None else prepared.step
+        step, inputs = prepared or (self.scheduler.schedule(), None)
         self.is_stalled = step.is_empty
         began = time.monotonic()
         try:
-            output = self.runner.poll() if step.is_empty else self._execute(step, prepared)
+            output = self.runner.poll() if step.is_empty else self.runner.execute(step, inputs)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
             log.exception("a step failed; its requests are ended")
             error = RequestError(500, "internal_error", "the engine failed on this request; see its log")
@@ -191,18 +192,10 @@ class Engine:
         }
 
     def shutdown(self) -> None:
-        if self._lookahead is not None:
-            self._lookahead.shutdown()
         for connector in self._connectors_made:
             connector.shutdown()
         for kv_connector in self._kv_connectors_made:
             kv_connector.shutdown()
-
-    def _execute(self, step: SchedulerOutput, prepared: PreparedStep | None) -> ModelRunnerOutput:
-        if self._lookahead is None:
-            return self.runner.execute(step)
-        with self._lookahead.beside(step):
-            return self.runner.execute(step, None if prepared is None else prepared.inputs)
 
     def _connectors(self) -> tuple[ECConnectorBase | None, ECConnectorBase | None]:
         if self.config.ec_transfer is None:

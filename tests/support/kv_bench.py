@@ -63,8 +63,7 @@ class KVBench:
     def step(self) -> SchedulerOutput:
         foreseen, self._foreseen = self._foreseen, None
         step = foreseen if foreseen and self.scheduler.confirm(foreseen) else self.scheduler.schedule()
-        if self.scheduler.is_foreseeable(step):
-            self._foreseen = self.scheduler.foresee(step)
+        self._foreseen = self.scheduler.foresee(step)
         output, self._output = self._output, ModelRunnerOutput()
         for chunk in step.chunks:
             self._compute(chunk.request, chunk.start, chunk.end)

@@ -8,7 +8,6 @@ import logging
 from bisect import insort
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Protocol
 
 from epd_engine.core.kv_blocks import BlockPool, block_hashes
 from epd_engine.core.kv_ledger import KVLedger, comes_from_outside
@@ -20,41 +19,6 @@ from epd_engine.kv_transfer.base import KVConnectorBase
 from epd_engine.kv_transfer.params import missing
 
 log = logging.getLogger(__name__)
-
-
-class SchedulerInterface(Protocol):
-    """What the engine loop needs of a scheduler."""
-
-    def add(self, request: Request) -> None:
-        """Raises `RequestError` for a request that could never be served."""
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request at any state and frees what it holds; unknown ids are ignored."""
-
-    def schedule(self) -> SchedulerOutput: ...
-
-    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestUpdate]: ...
-
-    def fail_step(self, step: SchedulerOutput, error: RequestError) -> list[RequestUpdate]:
-        """Ends every request of a step that could not be executed."""
-
-    def problems(self) -> list[str]:
-        """What does not add up when there are no requests: leaks, in words."""
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens still to be computed before first answers: of prompts, or where there are none of media.
-        May be asked for in any thread."""
-
-    @property
-    def owes_kv(self) -> bool:
-        """Whether a peer may still pull KV of a request that has ended. May be asked for in any thread."""
 
 
 @dataclass(frozen=True)
@@ -122,20 +86,16 @@ class Scheduler:
         self._complete(step)
         return step
 
-    def is_foreseeable(self, step: SchedulerOutput) -> bool:
-        """Whether nothing but the tokens' values is unknown of the step after `step`, which is about to run:
-        everybody who runs gets a token from it, and nobody can join them."""
-        may_skip = step.scheduled_encoder_inputs or step.external_load_encoder_input  # where media fail
-        return (
-            not (may_skip or self._may_admit())
-            and len(step.chunks) == self.num_running
-            and all(chunk.samples for chunk in step.chunks)
-        )
-
     def foresee(self, step: SchedulerOutput) -> SchedulerOutput | None:
-        """The step after `step`, which is foreseeable: one more token of everybody who does not reach its
-        length. None without blocks for all. Meant for another thread while `step` runs: all that it changes
-        is that requests hold the blocks that they will need."""
+        """The step after `step`, whose tokens are not known yet: one more token of everybody who does not
+        reach its length. None unless nothing else is unknown: everybody who runs gets a token from `step`,
+        nobody can join them, and there are blocks for all. All that it changes is that requests hold the
+        blocks that they will need."""
+        may_skip = step.scheduled_encoder_inputs or step.external_load_encoder_input  # where media fail
+        if may_skip or self._may_admit() or len(step.chunks) < self.num_running:
+            return None
+        if not all(chunk.samples for chunk in step.chunks):
+            return None
         going_on = [r for r in self._running if not self._is_full(r, len(r.output_token_ids) + 1)]
         if not going_on or not all(self._pool.grow(r.block_ids, r.num_tokens + 1) for r in going_on):
             return None

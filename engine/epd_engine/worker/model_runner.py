@@ -46,6 +46,8 @@ class ModelRunner:
         self._aside: dict[str, torch.Tensor] = {}  # in host memory
         self.encoder = EncoderRunner(family, self.encoder_cache)
         self._sampler = Sampler()
+        # Called when the device has got the language model's work of a step, before its tokens are read.
+        self.meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
         if connector is not None:
             connector.register_caches(self.encoder_cache, family.device)
         if kv_connector is not None:
@@ -63,9 +65,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def pack(self, chunks: Sequence[Chunk]) -> PackedInputs:
-        """The inputs of `chunks`, whose tokens need not be known yet. May be called in another thread while a
-        step is executed."""
-        return PackedInputs(_positions(chunks).to(self._family.device), self._pack(chunks))
+        """The inputs of `chunks`, whose tokens need not be known yet."""
+        positions = _positions(chunks).to(self._family.device, non_blocking=True)
+        return PackedInputs(positions, self._pack(chunks))
 
     def poll(self) -> ModelRunnerOutput:
         """What has been done in the background, where a step has nothing to execute."""
@@ -90,8 +92,12 @@ class ModelRunner:
                     if key in self.encoder_cache:
                         self._connector.save_caches(self.encoder_cache, key)
             chunks = [c for c in step.chunks if self._has_media(c, output)]
-            if chunks:
-                self._run_language_model(chunks, inputs or self.pack(chunks), output)
+            if not chunks:
+                return
+            logits = self._run_language_model(chunks, inputs or self.pack(chunks))
+            if sampling := [c.request for c in chunks if c.samples]:
+                self.meanwhile(step)
+                self._sample(sampling, logits, output)
 
     def _move(self, moves: EncoderCacheMoves) -> None:
         for key in moves.freed:
@@ -115,13 +121,10 @@ class ModelRunner:
         output.skipped.add(request.request_id)
         return False
 
-    def _run_language_model(
-        self, chunks: Sequence[Chunk], inputs: PackedInputs, output: ModelRunnerOutput
-    ) -> None:
-        embeds = self._embeds(chunks)
-        hidden = self._family.forward(embeds, inputs.positions, inputs.batch)
-        if sampling := [c.request for c in chunks if c.samples]:
-            self._sample(sampling, self._family.logits(hidden), output)
+    def _run_language_model(self, chunks: Sequence[Chunk], inputs: PackedInputs) -> torch.Tensor:
+        """Logits `[rows, vocab]` of the chunks that sample; the device may not have computed them yet."""
+        hidden = self._family.forward(self._embeds(chunks), inputs.positions, inputs.batch)
+        return self._family.logits(hidden)
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         chosen = self._sampler.sample(requests, logits)

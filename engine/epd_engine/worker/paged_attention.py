@@ -100,7 +100,7 @@ class PackedBatch:
         self.wanted: torch.Tensor | None = None
         self.finals = self.decodes
         if len(wanted) < num_tokens:
-            self.wanted = torch.tensor([s.last for s in wanted], dtype=torch.int64, device=cache.device)
+            self.wanted = self._sent(torch.tensor([s.last for s in wanted], dtype=torch.int64))
             self.finals = self._decode_groups([(s, at) for at, s in enumerate(wanted)], len(wanted))
 
     def _blocks(self, span: Span) -> Sequence[int]:
@@ -113,12 +113,12 @@ class PackedBatch:
         offsets = [at % size for span in spans for at in range(span.start, span.end)]
         block, offset = torch.tensor([blocks, offsets])[..., None]
         rows: torch.Tensor = (block * heads + torch.arange(heads)) * size + offset
-        return rows.flatten().to(self.cache.device)
+        return self._sent(rows.flatten())
 
     def _context_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of one head's block, head by head, for tables `[..., blocks]`: `[..., kv_heads, blocks]`."""
         heads = torch.arange(self.cache.kv_heads)
-        return (table.unsqueeze(-2) * self.cache.kv_heads + heads[:, None]).to(self.cache.device)
+        return self._sent(table.unsqueeze(-2) * self.cache.kv_heads + heads[:, None])
 
     def _prefill(self, span: Span) -> _Prefill:
         length = span.end - span.start
@@ -144,11 +144,14 @@ class PackedBatch:
         ends = torch.tensor([span.end for span, _ in group])
         beyond = torch.arange(longest * self.cache.block_size) >= ends[:, None]
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))[:, None, None]
-        device = self.cache.device
         places = None
         if len(group) < count:
-            places = torch.tensor([place for _, place in group], device=device)
-        return _DecodeGroup(places, self._context_rows(table), mask.to(device))
+            places = self._sent(torch.tensor([place for _, place in group]))
+        return _DecodeGroup(places, self._context_rows(table), self._sent(mask))
+
+    def _sent(self, made: torch.Tensor) -> torch.Tensor:
+        """To the cache's device, without waiting for what that is computing."""
+        return made.to(self.cache.device, non_blocking=True)
 
 
 def groups_of_like_length(lengths: Sequence[int]) -> list[list[int]]:

@@ -1,13 +1,12 @@
 """Steps prepared beside the ones before them: a real model says the same as when each has its turn."""
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from epd_engine.core.output import RequestUpdate, SchedulerOutput
+from epd_engine.core.output import Chunk, RequestUpdate, SchedulerOutput
 from epd_engine.core.request import FinishReason
 from epd_engine.core.scheduler import Scheduler
 from epd_engine.worker.model_runner import ModelRunner
@@ -95,7 +94,14 @@ def test_the_same_is_said_step_by_step_as_without(in_turn: Told, confirmed: list
     assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Scheduler, "foresee"), (ModelRunner, "pack")])
+def is_not_known_yet(chunks: list[Chunk]) -> bool:
+    return chunks[0].end > chunks[0].request.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_ahead"),
+    [(Scheduler, "foresee", lambda _: True), (ModelRunner, "pack", is_not_known_yet)],
+)
 def test_a_defect_in_looking_ahead_costs_nobody_an_answer(
     in_turn: Told,
     confirmed: list[bool],
@@ -103,9 +109,10 @@ def test_a_defect_in_looking_ahead_costs_nobody_an_answer(
     caplog: pytest.LogCaptureFixture,
     owner: type,
     name: str,
+    is_ahead: Callable[[Any], bool],
 ) -> None:
     def fails_ahead(self: Any, given: Any) -> Any:
-        if threading.current_thread().name.startswith("ahead"):
+        if is_ahead(given):
             raise RuntimeError("injected")
         return works(self, given)
 
@@ -134,22 +141,3 @@ def test_a_step_that_fails_takes_what_was_foreseen_with_it(
     assert instance.run([second])[0].ids
     assert confirmed[1] is False
     instance.close()
-
-
-def test_the_thread_that_looks_ahead_computes_alone_and_all_others_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.set_num_threads(2)
-    seen: dict[str, int] = {}
-    foresee = Scheduler.foresee
-
-    def watched(self: Scheduler, step: SchedulerOutput) -> SchedulerOutput | None:
-        seen["ahead"] = torch.get_num_threads()
-        return foresee(self, step)
-
-    monkeypatch.setattr(Scheduler, "foresee", watched)
-    run_all()
-    later = threading.Thread(target=lambda: seen.update(later=torch.get_num_threads()))
-    later.start()
-    later.join()
-    assert {**seen, "engine": torch.get_num_threads()} == {"ahead": 1, "later": 2, "engine": 2}

@@ -88,8 +88,7 @@ class Bench:
     def step(self, **faults: frozenset[str]) -> tuple[SchedulerOutput, list[RequestUpdate]]:
         foreseen, self.foreseen = self.foreseen, None
         step = foreseen if foreseen and self.scheduler.confirm(foreseen) else self.scheduler.schedule()
-        if self.scheduler.is_foreseeable(step):
-            self.foreseen = self.scheduler.foresee(step)
+        self.foreseen = self.scheduler.foresee(step)
         output = ModelRunnerOutput() if step.is_empty else self.execute(step, **faults)
         return step, self.scheduler.update(step, output)
 
