@@ -201,4 +201,6 @@ def refuses(server: Server) -> bool:
         httpx.get(f"{server.url}/health", timeout=5)
     except httpx.ConnectError:
         return True
+    except (httpx.RemoteProtocolError, httpx.ReadError):
+        return False  # it was in the queue when the door closed
     return False

@@ -2,8 +2,10 @@
 fifth of that time on finding pages and on starting its prefetching anew at the end of each."""
 
 import ctypes
+import errno
 import logging
 import mmap
+import time
 from collections.abc import Iterable
 
 from torch import nn
@@ -13,6 +15,7 @@ from epd_engine.layers.packed_linear import PackedLinear
 log = logging.getLogger(__name__)
 
 _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it
+_TRIES, _PAUSE_SECONDS = 10, 0.01  # while the kernel says that a page is in use elsewhere for the moment
 _NEAR = 1 << 20  # ranges with no more between them become one: that is memory of ours, too
 
 
@@ -40,9 +43,15 @@ def merged(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _collapse(begin: int, end: int) -> bool:
     """Best effort: without such pages, or where a kernel refuses, everything works as before."""
-    madvise = ctypes.CDLL(None).madvise
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     length = end - begin
     if madvise(begin, length, mmap.MADV_HUGEPAGE):
         return False
-    return not madvise(begin, length, _MADV_COLLAPSE)
+    for _ in range(_TRIES):
+        if not madvise(begin, length, _MADV_COLLAPSE):
+            return True
+        if ctypes.get_errno() != errno.EAGAIN:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return False

@@ -1,10 +1,13 @@
 """The layers that stand in for transformers', beside transformers' own."""
 
+import ctypes
+import errno
 import mmap
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +240,25 @@ def test_weights_on_huge_pages_are_the_same_weights() -> None:
     moved = use_huge_pages([layer])
     assert torch.equal(layer(x), wanted)
     assert moved >= 6 * (2 << 20) or not collapses_pages()
+
+
+@pytest.mark.parametrize(("failures", "code", "moves"), [(3, errno.EAGAIN, True), (1, errno.ENOMEM, False)])
+def test_pages_in_use_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int, code: int, moves: bool
+) -> None:
+    """What a kernel says for the moment, and what it says for good."""
+    layer = nn.Sequential(nn.Linear(1024, 1024, bias=False)).to(ROUNDED)
+    pack_linears(layer)
+    left = [code] * failures
+
+    def madvise(begin: int, length: int, advice: int) -> int:
+        if advice == mmap.MADV_HUGEPAGE or not left:
+            return 0
+        ctypes.set_errno(left.pop())
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=madvise))
+    assert bool(use_huge_pages([layer])) == moves
 
 
 def collapses_pages() -> bool:
