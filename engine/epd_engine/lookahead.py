@@ -1,7 +1,7 @@
 """Host work of the next step beside the current one: it is planned and packed while the device computes.
 
 That is where a device works by itself. On a CPU host and device are one: there it is the same work a little
-earlier. A thread of its own for it was tried, and cost more there (3 to 20 % of a step) than it took away.
+earlier. A thread of its own for it was tried, and took nothing away there but cost up to a fifth of a step.
 """
 
 import logging

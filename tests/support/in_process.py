@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class InProcess:
         self.engine = Engine(EngineConfig(str(model), ec_transfer=transfer, **config))
         self.engine.smoke()
         tokenizer = ChatTokenizer(self.engine.family.checkpoint)
-        self._builder = PromptBuilder(self.engine, tokenizer, ServerMetrics())
+        self._builder = PromptBuilder(self.engine, tokenizer, ServerMetrics(), nullcontext)
         self.preemptions = 0
 
     def build(self, bodies: Sequence[dict[str, Any]]) -> list[Request]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ class PromptBuilder:
         engine: Engine,
         tokenizer: ChatTokenizer,
         metrics: ServerMetrics,
-        arriving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        arriving: Callable[[], AbstractContextManager[None]],
     ):
         """`arriving` is entered for the last of what makes a request ready, when its media are."""
         self._config: EngineConfig = engine.config

@@ -94,6 +94,24 @@ def test_the_same_is_said_step_by_step_as_without(in_turn: Told, confirmed: list
     assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
 
 
+def test_the_next_step_is_prepared_before_the_tokens_of_this_one_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a device computes by itself, it does so meanwhile."""
+    done: list[str] = []
+    for owner, name in ((Scheduler, "foresee"), (ModelRunner, "_sample")):
+        works: Callable[..., Any] = getattr(owner, name)
+
+        def noted(*given: Any, works: Callable[..., Any] = works, name: str = name) -> Any:
+            done.append(name)
+            return works(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    run_all()
+    assert done == ["foresee", "_sample"] * (len(done) // 2)
+    assert done
+
+
 def is_not_known_yet(chunks: list[Chunk]) -> bool:
     return chunks[0].end > chunks[0].request.num_tokens
 
