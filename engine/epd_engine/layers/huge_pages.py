@@ -15,6 +15,7 @@ from epd_engine.layers.packed_linear import PackedLinear
 log = logging.getLogger(__name__)
 
 _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it
+HUGE_PAGE = 2 << 20  # bytes: what both x86-64 and AArch64 (with 4 KiB pages) call huge
 _TRIES, _PAUSE_SECONDS = 10, 0.01  # while the kernel says that a page is in use elsewhere for the moment
 _NEAR = 1 << 20  # ranges with no more between them become one: that is memory of ours, too
 
@@ -23,35 +24,46 @@ def use_huge_pages(modules: Iterable[nn.Module]) -> int:
     """Moves packed weights to huge pages where the kernel lets us; returns the bytes moved."""
     parts = [part for module in modules for part in module.modules()]
     memory = [part.memory for part in parts if isinstance(part, PackedLinear)]
-    moved = sum(end - begin for begin, end in merged(memory) if _collapse(begin, end))
+    moved = HUGE_PAGE * collapse([page for begin, end in merged(memory) for page in whole_pages(begin, end)])
     log.debug("%d MB of weights lie on huge pages", moved >> 20)
     return moved
 
 
 def merged(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges `[begin, end)` of whole pages that cover (address, length), neighbours as one."""
+    """Ranges `[begin, end)` that cover (address, length), neighbours as one."""
     ranges: list[tuple[int, int]] = []
     for address, length in sorted(memory):
-        begin = address & -mmap.PAGESIZE
-        end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if ranges and begin - ranges[-1][1] <= _NEAR:
+        end = address + length
+        if ranges and address - ranges[-1][1] <= _NEAR:
             ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         else:
-            ranges.append((begin, end))
+            ranges.append((address, end))
     return ranges
 
 
-def _collapse(begin: int, end: int) -> bool:
-    """Best effort: without such pages, or where a kernel refuses, everything works as before."""
+def whole_pages(begin: int, end: int) -> range:
+    """Where the huge pages begin that lie in a range from end to end."""
+    return range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE, HUGE_PAGE)
+
+
+def collapse(pages: list[int]) -> int:
+    """How many the kernel moved. Best effort: without such pages everything works as before.
+
+    Each by itself: the kernel refuses a whole range for one page that is not mapped, as between two weights.
+    """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    length = end - begin
-    if madvise(begin, length, mmap.MADV_HUGEPAGE):
-        return False
+    moved = 0
     for _ in range(_TRIES):
-        if not madvise(begin, length, _MADV_COLLAPSE):
-            return True
-        if ctypes.get_errno() != errno.EAGAIN:
-            return False
+        in_use = []
+        for page in pages:
+            madvise(page, HUGE_PAGE, mmap.MADV_HUGEPAGE)  # so that it stays one
+            if not madvise(page, HUGE_PAGE, _MADV_COLLAPSE):
+                moved += 1
+            elif ctypes.get_errno() == errno.EAGAIN:
+                in_use.append(page)
+        if not in_use:
+            break
+        pages = in_use
         time.sleep(_PAUSE_SECONDS)
-    return False
+    return moved

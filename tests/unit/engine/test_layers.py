@@ -1,13 +1,5 @@
 """The layers that stand in for transformers', beside transformers' own."""
 
-import ctypes
-import errno
-import mmap
-import platform
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +13,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from epd_engine.layers.blocks import DecoderLayer
 from epd_engine.layers.fuse import fuse_language, fuse_vision
 from epd_engine.layers.gated_mlp import GatedMLP
-from epd_engine.layers.huge_pages import merged, use_huge_pages
 from epd_engine.layers.packed_linear import PackedLinear, add_linear, pack_linears
 from epd_engine.layers.rms_norm import RMSNorm
 from epd_engine.layers.rotary import Turns, pairs_side_by_side, turn
@@ -192,80 +183,3 @@ def test_a_residual_is_added(is_packed: bool) -> None:
     linear.to(ROUNDED)
     module = PackedLinear(linear) if is_packed else linear
     assert error(add_linear(residual, module, x), wanted) < 6e-3
-
-
-FAULTS = """
-import resource, threading, torch
-{prepare}
-def work():
-    for _ in range(20):
-        held = [torch.empty(3 << 20, dtype=torch.uint8).fill_(1) for _ in range(16)]
-        del held
-def run():
-    work()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    work()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-thread = threading.Thread(target=run)
-thread.start()
-thread.join()
-"""
-
-
-def faults(prepare: str) -> int:
-    code = FAULTS.format(prepare=prepare)
-    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
-
-
-def test_freed_memory_is_used_again_without_asking_the_kernel() -> None:
-    told = faults("from epd_engine.allocator import keep_freed_memory; keep_freed_memory()")
-    assert told < 100
-    assert faults("") > 10 * (told + 1), "the allocator keeps it by itself: the module has become useless"
-
-
-def test_neighbours_in_memory_are_moved_to_huge_pages_as_one() -> None:
-    page = mmap.PAGESIZE
-    near, far = 512 * page, 5000 * page
-    assert merged([(far, 10), (near + 100, page), (near - 5, 50)]) == [
-        (near - page, near + 2 * page),
-        (far, far + page),
-    ]
-
-
-def test_weights_on_huge_pages_are_the_same_weights() -> None:
-    layer = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(ROUNDED)
-    x = torch.randn(2, 1024).to(ROUNDED)
-    wanted = layer(x)
-    pack_linears(layer)
-    moved = use_huge_pages([layer])
-    assert torch.equal(layer(x), wanted)
-    assert moved >= 6 * (2 << 20) or not collapses_pages()
-
-
-@pytest.mark.parametrize(("failures", "code", "moves"), [(3, errno.EAGAIN, True), (1, errno.ENOMEM, False)])
-def test_pages_in_use_are_tried_again(
-    monkeypatch: pytest.MonkeyPatch, failures: int, code: int, moves: bool
-) -> None:
-    """What a kernel says for the moment, and what it says for good."""
-    layer = nn.Sequential(nn.Linear(1024, 1024, bias=False)).to(ROUNDED)
-    pack_linears(layer)
-    left = [code] * failures
-
-    def madvise(begin: int, length: int, advice: int) -> int:
-        if advice == mmap.MADV_HUGEPAGE or not left:
-            return 0
-        ctypes.set_errno(left.pop())
-        return -1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=madvise))
-    assert bool(use_huge_pages([layer])) == moves
-
-
-def collapses_pages() -> bool:
-    """Whether this kernel does it when asked to (Linux 6.1)."""
-    try:
-        enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
-    major, minor = map(int, platform.release().split(".")[:2])
-    return "[never]" not in enabled and (major, minor) >= (6, 1)
