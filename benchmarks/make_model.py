@@ -10,7 +10,7 @@ hardly depend on the picture or the sound.
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Size:
     tower_layers: int
     tower_mlp: int
     audio_seconds: int
+    is_tied: bool = False
 
 
 SIZES = {
@@ -104,11 +105,19 @@ SIZES = {
 HEAD = 32
 
 
-def make(folder: Path, family: str, size: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> int:
-    """Writes the checkpoint into `folder`; returns the number of parameters."""
+def make(
+    folder: Path,
+    family: str,
+    size: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    is_tied: bool = False,
+) -> int:
+    """Writes the checkpoint into `folder`; returns the number of parameters. The head of a tied model is its
+    token embedding."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(family)
-    model, processor = FAMILIES[family](SIZES[size], len(tokenizer))
+    model, processor = FAMILIES[family](replace(SIZES[size], is_tied=is_tied), len(tokenizer))
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=IDS[END_OF_TURN], pad_token_id=IDS[PADDING]
     )
@@ -167,7 +176,7 @@ def text_config(size: Size, vocab_size: int) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": IDS[END_OF_TURN],
         "pad_token_id": IDS[PADDING],
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": size.is_tied,
     }
 
 
@@ -195,7 +204,7 @@ def qwen2_5_vl(size: Size, vocab_size: int) -> tuple[Any, dict[str, Any]]:
         video_token_id=IDS["<|video_pad|>"],
         vision_start_token_id=IDS["<|vision_start|>"],
         vision_end_token_id=IDS["<|vision_end|>"],
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.is_tied,
     )
     # Plain JSON: the classes that would write the video part cannot be imported without torchvision.
     pixels = {

@@ -107,7 +107,12 @@ def _add_limits(parser: argparse.ArgumentParser, default: EngineConfig) -> None:
         metavar="N",
         help="queue limit, then 429",
     )
-    add("--kv-cache-tokens", type=_positive, metavar="N", help="KV room (default: 4 x the context limit)")
+    add(
+        "--kv-cache-tokens",
+        type=_positive,
+        metavar="N",
+        help="KV room (default: 4 x the context limit, or what memory allows)",
+    )
     add("--encoder-cache-size", type=_positive, default=default.encoder_cache_size, metavar="EMBEDDINGS")
     add(
         "--max-encoder-embeds",

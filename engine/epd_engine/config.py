@@ -28,7 +28,8 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`max_model_len` and `kv_cache_tokens` of None mean: what the model allows, and what the limits need."""
+    """`max_model_len` and `kv_cache_tokens` of None mean: what the model allows, and what the limits need
+    or memory allows."""
 
     model: str
     revision: str | None = None

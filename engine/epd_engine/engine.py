@@ -26,6 +26,8 @@ from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.layers.huge_pages import use_huge_pages
 from epd_engine.layers.packed_linear import pack_linears
 from epd_engine.lookahead import Lookahead
+from epd_engine.machine.device import find_device, free_memory
+from epd_engine.machine.memory import MemoryNeeds, kv_tokens
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
@@ -63,15 +65,16 @@ class Engine:
     """One instance's synchronous core: `add`, `abort`, `step`. Not thread-safe; the loop owns it."""
 
     def __init__(self, config: EngineConfig):
-        """Loads the weights of this role. Raises `CheckpointError`, `ECConfigError` or `KVConfigError`."""
+        """Loads the weights of this role. Raises `CheckpointError`, `DeviceError`, `ECConfigError` or
+        `KVConfigError`."""
         self.config = config
         checkpoint = Checkpoint.find(config.model, config.revision)
         family_class = family_of(checkpoint)
-        self.family: ModelFamily = family_class(
-            checkpoint, _dtype(config, checkpoint), torch.device(config.device)
-        )
+        dtype = _dtype(config, checkpoint)
+        self.family: ModelFamily = family_class(checkpoint, dtype, find_device(config.device, dtype))
         self.fingerprint = model_fingerprint(checkpoint, self.family.tower_prefixes)
         self.max_model_len = self._model_len()
+        num_blocks = self._num_blocks()
         scheduler_side, worker_side = self._connectors()
         self.kv_identity = self._kv_identity(checkpoint)
         kv_scheduler_side, self._kv_worker_side = self._kv_connectors()
@@ -79,6 +82,7 @@ class Engine:
             self.family.load_tower()
         if not config.is_encode_only:
             self.family.load_language()
+        self._num_parameters = sum(p.numel() for m in self.family.modules() for p in m.parameters())
         for module in self.family.modules():
             pack_linears(module)
         use_huge_pages(self.family.modules())
@@ -89,7 +93,7 @@ class Engine:
             max_encoder_embeds=config.max_encoder_embeds,
             can_compute=config.has_tower,
         )
-        self.pool = BlockPool(0 if config.is_encode_only else self._num_blocks(), config.block_size)
+        self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler: SchedulerInterface = (
             EncodeScheduler(planner)
             if config.is_encode_only
@@ -186,7 +190,7 @@ class Engine:
             "kv_role": self.config.kv_transfer.kv_role if self.config.kv_transfer else None,
             "model_fingerprint": self.fingerprint,
             "dtype": str(self.family.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for m in self.family.modules() for p in m.parameters()),
+            "parameters": self._num_parameters,
             "max_model_len": self.max_model_len,
             "kv_cache_tokens": self.pool.num_blocks * self.pool.block_size,
         }
@@ -239,13 +243,22 @@ class Engine:
         return wanted or able
 
     def _num_blocks(self) -> int:
-        tokens = self.config.kv_cache_tokens or 4 * self.max_model_len
-        if tokens < self.max_model_len:
+        """Of KV, before anything is loaded: what memory cannot hold is said at once."""
+        config, family = self.config, self.family
+        asked = config.kv_cache_tokens
+        if asked is not None and asked < self.max_model_len:
             raise CheckpointError(
-                f"--kv-cache-tokens {tokens} is less than one request may need (max model length "
+                f"--kv-cache-tokens {asked} is less than one request may need (max model length "
                 f"{self.max_model_len}); raise it or lower --max-model-len"
             )
-        return -(-tokens // self.config.block_size)
+        shape, size = family.kv_shape, family.dtype.itemsize
+        needs = MemoryNeeds(
+            weights=family.weight_bytes(tower=config.has_tower, language=not config.is_encode_only),
+            encoder_cache=config.encoder_cache_size * family.embed_width * size,
+            kv_token=0 if config.is_encode_only else shape.values_per_token * size,
+        )
+        tokens = kv_tokens(needs, free_memory(family.device), self.max_model_len, asked)
+        return 0 if config.is_encode_only else -(-tokens // config.block_size)
 
     def _kv_cache(self) -> KVCache | None:
         if self.config.is_encode_only:

@@ -12,6 +12,7 @@ from torch import nn
 
 from epd_engine.core.request import MediaItem
 from epd_engine.layers.fuse import fuse_language
+from epd_engine.layers.packed_linear import is_multiplied
 from epd_engine.models.audio import Waveform
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError, empty_weights
 from epd_engine.models.language import LanguageModel, check_attention
@@ -48,6 +49,11 @@ class KVShape:
     num_layers: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that all keys and values of one token are."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim
 
 
 class ModelFamily(ABC):
@@ -145,6 +151,15 @@ class ModelFamily(ABC):
         """Checkpoint names of the tower and projector begin with one of these."""
         return tuple(self.tower_names)
 
+    def weight_bytes(self, *, tower: bool, language: bool) -> int:
+        """What the weights of these parts will take, from the headers of their files."""
+        values = self.checkpoint.num_values(self._tower_name) if tower else 0
+        if language:
+            values += self.checkpoint.num_values(self._language_name)
+            values += self.vocab_size * self.embed_width if self._tied_head else 0
+        is_widened = self.device.type == "cpu" and not is_multiplied(self.dtype)
+        return values * (torch.float32 if is_widened else self.dtype).itemsize
+
     def load_tower(self) -> None:
         """Loads tower and projector, and reads no other tensor. Raises `CheckpointError`."""
         with empty_weights():
@@ -158,6 +173,7 @@ class ModelFamily(ABC):
             language = LanguageModel(self._make_text_model(), self._tied_head)
         self.checkpoint.load_into(language, self._language_name, self.dtype, self.device)
         fuse_language(language.model)
+        language.give_head()
         self._language = language
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """A Hugging Face checkpoint on disk, read tensor by tensor so that a role loads only what it runs."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,14 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not a JSON object")
         return document
 
+    def num_values(self, rename: Callable[[str], str | None]) -> int:
+        """Numbers in all tensors that `rename` (see `load_into`) gives a name; reads headers only."""
+        total = 0
+        for path, names in self._by_file(rename, None).items():
+            with _opened(path) as file:
+                total += sum(math.prod(file.get_slice(source).get_shape()) for source, _ in names)
+        return total
+
     def load_into(
         self,
         module: nn.Module,
@@ -104,19 +114,21 @@ class Checkpoint:
     def _read(
         self, rename: Callable[[str], str | None], wanted: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, names in self._by_file(rename, wanted).items():
+            with _opened(path) as file:
+                for source, target in names:
+                    self.tensors_read.add(source)
+                    yield target, file.get_tensor(source)
+
+    def _by_file(
+        self, rename: Callable[[str], str | None], wanted: Mapping[str, Any] | None
+    ) -> Mapping[Path, list[tuple[str, str]]]:
         by_file: dict[Path, list[tuple[str, str]]] = {}
         for source, path in self._files.items():
             target = rename(source)
-            if target is not None and target in wanted:
+            if target is not None and (wanted is None or target in wanted):
                 by_file.setdefault(path, []).append((source, target))
-        for path, names in by_file.items():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for source, target in names:
-                        self.tensors_read.add(source)
-                        yield target, file.get_tensor(source)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return by_file
 
     def _find_tensors(self) -> dict[str, Path]:
         index = self.read_json(INDEX_NAME)
@@ -130,11 +142,17 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder} has no {SINGLE_NAME}; only safetensors checkpoints are read"
             )
-        try:
-            with safe_open(path, framework="pt") as file:
-                return dict.fromkeys(file.keys(), path)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with _opened(path) as file:
+            return dict.fromkeys(file.keys(), path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def empty_weights() -> Any:

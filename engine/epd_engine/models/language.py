@@ -5,20 +5,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from epd_engine.layers.linear import linear_of
 from epd_engine.models.checkpoint import CheckpointError
 from epd_engine.worker.paged_attention import ATTENTION_NAME, PackedBatch
 
 
 class LanguageModel(nn.Module):
-    """Runs packed tokens over the paged KV; a tied head has no tensor of its own."""
+    """Runs packed tokens over the paged KV."""
 
     def __init__(self, model: Any, tied: bool):
-        """`model` is a module that takes embeddings and gives hidden states (`Qwen2Model` and its like)."""
+        """`model` is a module that takes embeddings and gives hidden states (`Qwen2Model` and its like); the
+        checkpoint of a `tied` one has no tensor for the head."""
         super().__init__()
         config = model.config
         self.model = model
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.model.set_attn_implementation(ATTENTION_NAME)
+
+    def give_head(self) -> None:
+        """To a model that has none of its own: the token embedding, as a layer like all others."""
+        if self.lm_head is None:
+            self.lm_head = linear_of(self.model.embed_tokens.weight)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[tokens]` to `[tokens, width]`."""
@@ -42,8 +49,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` to `[rows, vocab]`."""
-        if self.lm_head is None:
-            return nn.functional.linear(hidden, self.model.embed_tokens.weight)
+        assert self.lm_head is not None, "weights are not loaded"
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 

@@ -5,12 +5,13 @@ import logging
 import uvicorn
 
 from epd_engine import logs
-from epd_engine.allocator import keep_freed_memory
 from epd_engine.config import EngineConfig
 from epd_engine.ec_transfer.config import ECConfigError
 from epd_engine.engine import Engine
 from epd_engine.kv_transfer.config import KVConfigError
 from epd_engine.loop import EngineLoop
+from epd_engine.machine.allocator import keep_freed_memory
+from epd_engine.machine.device import DeviceError
 from epd_engine.models.checkpoint import CheckpointError
 from epd_engine.server.app import Service, create_app
 from epd_engine.server.drain import Drain, DrainingServer
@@ -54,7 +55,7 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
     server.run()
     if loop.failure is None:
         return 0
-    if isinstance(loop.failure, CheckpointError | ECConfigError | KVConfigError):
+    if isinstance(loop.failure, CheckpointError | DeviceError | ECConfigError | KVConfigError):
         log.error("%s", loop.failure)
     else:
         log.error("the engine ended by an error", exc_info=loop.failure)

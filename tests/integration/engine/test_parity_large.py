@@ -183,6 +183,17 @@ def test_bfloat16_errs_no_more_than_transformers_does(
     )
 
 
+def test_a_head_that_is_the_token_embedding(mixed: list[Messages], tmp_path: Path) -> None:
+    """As in Qwen2.5-VL-3B: the checkpoint has no tensor for it."""
+    make(tmp_path, "qwen2_5_vl", "tiny", seed=5, is_tied=True)
+    known, engine = Known(tmp_path), InProcess(tmp_path, **ROOMY)
+    try:
+        assert "lm_head.weight" not in engine.engine.family.checkpoint.tensor_files
+        known.assert_same(mixed[:24], engine.ask(mixed[:24], **ASKED))
+    finally:
+        engine.close()
+
+
 def _logprobs(answer: Answered, vocab: int) -> torch.Tensor:
     """`[tokens, vocab]`."""
     rows = torch.full((len(answer.ids), vocab), float("nan"))

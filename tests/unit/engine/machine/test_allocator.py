@@ -27,6 +27,6 @@ def faults(prepare: str) -> int:
 
 
 def test_freed_memory_is_used_again_without_asking_the_kernel() -> None:
-    told = faults("from epd_engine.allocator import keep_freed_memory; keep_freed_memory()")
+    told = faults("from epd_engine.machine.allocator import keep_freed_memory; keep_freed_memory()")
     assert told < 100
     assert faults("") > 10 * (told + 1), "the allocator keeps it by itself: the module has become useless"

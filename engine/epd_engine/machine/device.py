@@ -1,0 +1,43 @@
+"""The device that computes: whether it is there and knows the dtype, and what memory it has left."""
+
+import psutil
+import torch
+
+from epd_engine.machine.cgroup import memory_left
+
+
+class DeviceError(Exception):
+    """A device that cannot run the model as asked; the message says why, and what to do."""
+
+
+def find_device(name: str, dtype: torch.dtype) -> torch.device:
+    """Raises `DeviceError` for a device that is unknown or absent, or cannot compute in `dtype`.
+
+    Every CPU computes in all three: a dtype that its matrix kernels lack is widened by `PackedLinear`.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name}: give cpu, cuda, or one of several such as cuda:1")
+    if device.type == "cpu":
+        return device
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise DeviceError(
+            f"--device {name}: {count or 'no'} CUDA devices are to be seen here (torch {torch.__version__}); "
+            f"without one, start with --device cpu"
+        )
+    if dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise DeviceError(f"{name} does not compute in bfloat16: start with --dtype float16 or float32")
+    return device
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are left for this process to take, within the limits of its container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limit = memory_left()
+    available = int(psutil.virtual_memory().available)
+    return available if limit is None else min(limit, available)

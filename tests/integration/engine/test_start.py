@@ -1,0 +1,70 @@
+"""What an instance says, and with what it ends, where it cannot be started as asked."""
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engines import engine
+from tests.support.processes import Server
+
+TOP = Path("/sys/fs/cgroup")
+LIMIT = 1 << 30
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group that limits memory as a pod's does."""
+    parent, limit = TOP / "memory", "memory.limit_in_bytes"
+    if not (parent / limit).exists():
+        parent, limit = TOP, "memory.max"
+    made = parent / f"epd-test-{uuid.uuid4().hex[:8]}"
+    try:
+        made.mkdir()
+        (made / limit).write_text(str(LIMIT))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            made.rmdir()
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield made
+    made.rmdir()
+
+
+def refusal(server: Server) -> str:
+    """The last word of an instance that ended as it should: with 1, and without a stack trace."""
+    server.start()
+    try:
+        assert server.wait() == 1
+    finally:
+        server.stop()
+    last = json.loads(server.log.read_text().splitlines()[-1])
+    assert last["level"] == "error"
+    assert "traceback" not in last
+    return str(last["event"])
+
+
+def test_kv_that_no_memory_holds_is_refused_with_the_sums(tmp_path: Path) -> None:
+    said = refusal(engine("greedy", tmp_path, extra=["--kv-cache-tokens", str(10**12)]))
+    assert "KV of 1000000000000 tokens" in said
+    assert "lower --kv-cache-tokens" in said
+
+
+def test_a_containers_limit_counts_and_not_the_machines_memory(tmp_path: Path, group: Path) -> None:
+    server = engine("contained", tmp_path, extra=["--kv-cache-tokens", "1000000"])
+    enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    server.argv = ["/bin/sh", "-c", enter, "sh", *server.argv]
+    free = re.search(r"and ([\d.]+) GiB is free", refusal(server))
+    assert free is not None
+    assert float(free.group(1)) < LIMIT / (1 << 30)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    said = refusal(engine("blind", tmp_path, extra=["--device", "cuda"]))
+    assert "no CUDA devices are to be seen here" in said
+    assert "--device cpu" in said
