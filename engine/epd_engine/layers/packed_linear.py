@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from epd_engine.layers.linear import linear_of
+from epd_engine.machine.device import has_products
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,9 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, activation: str = "none"):
         super().__init__()
-        dtype = linear.weight.dtype if is_multiplied(linear.weight.dtype) else torch.float32
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _TYPICAL_TOKENS)
+        weight = linear.weight.detach()
+        dtype = weight.dtype if has_products(weight.device, weight.dtype) else torch.float32
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _TYPICAL_TOKENS)
         self.weight = nn.Parameter(packed, requires_grad=False)
         bias = None if linear.bias is None else linear.bias.detach().to(dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -78,16 +80,7 @@ def can_be_packed(linear: nn.Linear) -> bool:
     weight = linear.weight
     if weight.device.type != "cpu" or weight.dtype not in _HALVES or not _is_possible(weight.dtype):
         return False
-    return weight.dtype is torch.bfloat16 or not is_multiplied(weight.dtype)
-
-
-def is_multiplied(dtype: torch.dtype) -> bool:
-    """Whether this CPU has kernels for products of such matrices."""
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype is torch.float32
+    return weight.dtype is torch.bfloat16 or not has_products(weight.device, weight.dtype)
 
 
 @cache

@@ -13,7 +13,7 @@ class DeviceError(Exception):
 def find_device(name: str, dtype: torch.dtype) -> torch.device:
     """Raises `DeviceError` for a device that is unknown or absent, or cannot compute in `dtype`.
 
-    Every CPU computes in all three: a dtype that its matrix kernels lack is widened by `PackedLinear`.
+    Every CPU computes in all three, if by detours (`has_products`).
     """
     try:
         device = torch.device(name)
@@ -32,6 +32,15 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
         name = torch.cuda.get_device_name(device)
         raise DeviceError(f"{name} does not compute in bfloat16: start with --dtype float16 or float32")
     return device
+
+
+def has_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it has kernels for products of such matrices, and not only a loop of torch's."""
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if device.type == "cpu" and dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def free_memory(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from epd_engine.core.request import MediaItem
 from epd_engine.layers.fuse import fuse_language
-from epd_engine.layers.packed_linear import is_multiplied
+from epd_engine.machine.device import has_products
 from epd_engine.models.audio import Waveform
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError, empty_weights
 from epd_engine.models.language import LanguageModel, check_attention
@@ -157,8 +157,8 @@ class ModelFamily(ABC):
         if language:
             values += self.checkpoint.num_values(self._language_name)
             values += self.vocab_size * self.embed_width if self._tied_head else 0
-        is_widened = self.device.type == "cpu" and not is_multiplied(self.dtype)
-        return values * (torch.float32 if is_widened else self.dtype).itemsize
+        is_kept = has_products(self.device, self.dtype)  # or widened, by `PackedLinear`
+        return values * (self.dtype if is_kept else torch.float32).itemsize
 
     def load_tower(self) -> None:
         """Loads tower and projector, and reads no other tensor. Raises `CheckpointError`."""

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from epd_engine.machine.device import has_products
+
 ATTENTION_NAME = "epd_paged"
 _SHORTEST_OF_A_GROUP = 0.75  # of its longest: what a group reads in vain stays below a quarter
 
@@ -36,6 +38,7 @@ class KVCache:
         device: torch.device,
     ):
         self.block_size, self.kv_heads, self.device = block_size, kv_heads, device
+        self.has_products = has_products(device, dtype)
         shape = (num_blocks, kv_heads, block_size, head_dim)
         self.layers = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
@@ -74,11 +77,12 @@ class _Prefill:
 @dataclass(frozen=True)
 class _DecodeGroup:
     """Queries at `places` `[sequences]`, or all there are (None); `mask` `[sequences, 1, 1, context]` is
-    added to their scores."""
+    added to their scores. `by_products` says in which of two ways they attend."""
 
     places: torch.Tensor | None
     rows: torch.Tensor
     mask: torch.Tensor
+    by_products: bool
 
 
 class PackedBatch:
@@ -147,7 +151,7 @@ class PackedBatch:
         places = None
         if len(group) < count:
             places = self._sent(torch.tensor([place for _, place in group]))
-        return _DecodeGroup(places, self._context_rows(table), self._sent(mask))
+        return _DecodeGroup(places, self._context_rows(table), self._sent(mask), self.cache.has_products)
 
     def _sent(self, made: torch.Tensor) -> torch.Tensor:
         """To the cache's device, without waiting for what that is computing."""
@@ -238,13 +242,18 @@ def _decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _DecodeGroup, scaling: float
 ) -> torch.Tensor:
     """`[sequences, heads, head_dim]` to the same, one query each: the heads that share a KV head are rows of
-    one matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA."""
+    one matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA;
+    where they are no more than a loop of torch's, SDPA is that."""
     sequences, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     q = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-    scores = q @ _gather(keys, group.rows).transpose(2, 3)
-    weights = torch.softmax(scores.float() * scaling + group.mask, dim=-1).to(q.dtype)
-    return (weights @ _gather(values, group.rows)).reshape(sequences, heads, head_dim)
+    k, v = _gather(keys, group.rows), _gather(values, group.rows)
+    if group.by_products:
+        weights = torch.softmax((q @ k.transpose(2, 3)).float() * scaling + group.mask, dim=-1)
+        attended = weights.to(q.dtype) @ v
+    else:
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
+    return attended.reshape(sequences, heads, head_dim)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

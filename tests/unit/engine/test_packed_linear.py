@@ -42,7 +42,7 @@ def test_a_packed_module_computes_the_same(tokens: int) -> None:
 def test_a_cpu_without_products_of_the_dtype_rounds_outcomes_alone(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int
 ) -> None:
-    monkeypatch.setattr(packed_linear, "is_multiplied", lambda asked: asked is torch.float32)
+    monkeypatch.setattr(packed_linear, "has_products", lambda _, asked: asked is torch.float32)
     linear = nn.Linear(64, 96).to(dtype)
     x, residual = torch.randn(tokens, 64).to(dtype), torch.randn(tokens, 96).to(dtype)
     with torch.inference_mode():
@@ -58,7 +58,7 @@ def test_a_cpu_without_products_of_the_dtype_rounds_outcomes_alone(
 def test_what_the_cpu_does_not_multiply_is_always_packed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(packed_linear, "is_multiplied", lambda asked: asked is torch.float32)
+    monkeypatch.setattr(packed_linear, "has_products", lambda _, asked: asked is torch.float32)
     block = Block().to(dtype)
     assert pack_linears(block) == 2
     assert block.up.weight.dtype is torch.float32

@@ -88,11 +88,15 @@ def ask_last(
         torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("has_products", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mixture_of_prefills_chunks_and_decodes_is_attention_of_each_alone(seed: int) -> None:
+def test_any_mixture_of_prefills_chunks_and_decodes_is_attention_of_each_alone(
+    seed: int, has_products: bool
+) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     kv = cache()
+    kv.has_products = has_products
     free = list(range(BLOCKS))
     rng.shuffle(free)
     sequences = []
