@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from epd_engine.core.output import RequestUpdate
-from epd_engine.core.request import FinishReason, Request, RequestError
+from epd_engine.core.request import Request, RequestError
 from epd_engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,9 @@ class EngineLoop:
 
     async def updates(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """News of `request` until its end. Closing the iterator early aborts the request."""
+        if not self.is_alive:  # it ended while the request was made ready: nobody will take it
+            yield RequestUpdate(request.request_id, error=_shutting_down())
+            return
         outbox: asyncio.Queue[RequestUpdate] = asyncio.Queue()
         self._outboxes[request.request_id] = outbox
         self._inbox.put(lambda engine: self._add(engine, request))
@@ -93,12 +96,6 @@ class EngineLoop:
             if not finished:
                 self._inbox.put(lambda engine: engine.abort(request.request_id))
 
-    def abort(self, request_id: str) -> None:
-        """Frees a request whose client has gone; its `updates` end with an abort."""
-        if outbox := self._outboxes.get(request_id):
-            self._inbox.put(lambda engine: engine.abort(request_id))
-            outbox.put_nowait(RequestUpdate(request_id, finish_reason=FinishReason.ABORT))
-
     def end_all(self) -> None:
         """Ends every request with an error, and frees it: there is no time left."""
         for request_id in self._outboxes:
@@ -109,6 +106,12 @@ class EngineLoop:
     def owes_kv(self) -> bool:
         """Whether a peer may still come for KV that answers have promised."""
         return self.is_ready and self.engine is not None and self.engine.scheduler.owes_kv
+
+    def fail(self, error: BaseException) -> None:
+        """Something that requests need besides the engine cannot be had: as if its thread had ended by it."""
+        self.failure = error
+        self._fail_all()
+        self._on_failure()
 
     async def stop(self) -> None:
         """Ends the thread after its current step; unfinished requests get an error."""
@@ -167,6 +170,10 @@ class EngineLoop:
             engine.add(request)
         except RequestError as error:
             self._publish([RequestUpdate(request.request_id, error=error)])
+        except Exception:  # what a store or a connector raises at one request must not end the others
+            log.exception("request %s could not be taken", request.request_id)
+            failed = RequestError(500, "internal_error", "the engine failed on this request; see its log")
+            self._publish([RequestUpdate(request.request_id, error=failed)])
 
     def _publish(self, updates: list[RequestUpdate]) -> None:
         if updates:
@@ -187,6 +194,9 @@ class EngineLoop:
                 outbox.put_nowait(update)
 
     def _fail_all(self) -> None:
-        error = RequestError(503, "shutting_down", "the instance is shutting down; try another")
         for request_id in self._outboxes:
-            self._deliver([RequestUpdate(request_id, error=error)])
+            self._deliver([RequestUpdate(request_id, error=_shutting_down())])
+
+
+def _shutting_down() -> RequestError:
+    return RequestError(503, "shutting_down", "the instance is shutting down; try another")

@@ -16,6 +16,7 @@ from torch import nn
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SNAPSHOT = re.compile(r"snapshots/([0-9a-f]{40})$")
 
 
@@ -32,6 +33,10 @@ class Checkpoint:
         self.config = self.read_json("config.json")
         if self.config is None:
             raise CheckpointError(f"{folder} has no config.json")
+        if "quantization_config" in self.config:
+            raise CheckpointError(
+                f"{folder} holds quantized weights; only float32, bfloat16 and float16 are served"
+            )
         self._files = self._find_tensors()
         self.tensors_read: set[str] = set()
 
@@ -77,6 +82,16 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not a JSON object")
         return document
 
+    def read_with(self, reader: Any, **options: Any) -> Any:
+        """What one of transformers' classes (`AutoTokenizer`, `AutoImageProcessor`) makes of the folder.
+        Raises `CheckpointError`."""
+        try:
+            return reader.from_pretrained(self.folder, **options)
+        except Exception as error:  # by what is missing or damaged: of any kind
+            raise CheckpointError(
+                f"{self.folder}: {reader.__name__} cannot be made of its files: {error}"
+            ) from error
+
     def num_values(self, rename: Callable[[str], str | None]) -> int:
         """Numbers in all tensors that `rename` (see `load_into`) gives a name; reads headers only."""
         total = 0
@@ -100,6 +115,8 @@ class Checkpoint:
         wanted = module.state_dict()
         state = {}
         for name, tensor in self._read(rename, wanted):
+            if tensor.dtype not in _DTYPES:
+                raise CheckpointError(f"tensor {name} is {tensor.dtype}; only {_DTYPES} are read")
             if wanted[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"tensor {name} is {list(tensor.shape)}, but the config says {list(wanted[name].shape)}"

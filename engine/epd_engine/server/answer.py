@@ -7,9 +7,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_engine.core.request import Request, RequestError
+from prometheus_client import Counter
+
+from epd_engine.core.request import Request
 from epd_engine.core.sampling import TokenLogprobs
-from epd_engine.server.errors import error_body
+from epd_engine.server.errors import as_request_error, error_body
 from epd_engine.server.logprobs import logprobs_content
 from epd_engine.server.protocol import ChatCompletionRequest
 from epd_engine.server.token_text import TokenText
@@ -96,9 +98,10 @@ def _choice(answer: Answer, parts: Sequence[Delta]) -> dict[str, Any]:
 
 
 async def events(
-    answer: Answer, first: Delta, rest: AsyncGenerator[Delta, None]
+    answer: Answer, first: Delta, rest: AsyncGenerator[Delta, None], errors: Counter
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events; an error after the first token is an event of its own, and the last one."""
+    """Server-sent events; an error after the first token is an event of its own, and the last one;
+    `errors` counts it by its code."""
     body = answer.body
     always = body.return_token_ids or body.logprobs  # what a token carries beside its text
     async with aclosing(rest):
@@ -110,8 +113,10 @@ async def events(
                 if piece.text or piece.finish_reason or always:
                     yield _chunk(answer, {"content": piece.text} if piece.text else {}, piece)
                 piece = await anext(rest, None)
-        except RequestError as error:
-            yield _event(error_body(error))
+        except Exception as error:  # noqa: BLE001 - the caller is told whatever happens
+            told = as_request_error(error, answer.answer_id)
+            errors.labels(told.code).inc()
+            yield _event(error_body(told))
             return
     if _with_usage(answer):
         yield _event({**answer.envelope("chat.completion.chunk"), "choices": [], "usage": answer.usage()})

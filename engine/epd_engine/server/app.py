@@ -5,8 +5,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,13 +20,14 @@ from epd_engine.core.request import RequestError
 from epd_engine.loop import EngineLoop
 from epd_engine.server.chat import ChatHandler
 from epd_engine.server.drain import Drain
-from epd_engine.server.errors import error_response, invalid_request
+from epd_engine.server.errors import as_request_error, error_response, invalid_request
 from epd_engine.server.metrics import ServerMetrics
 from epd_engine.server.prompt import PromptBuilder
 from epd_engine.server.protocol import ChatCompletionRequest
 from epd_engine.server.text import ChatTokenizer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 256 << 20
 PULL_POLL_SECONDS = 0.05
@@ -41,6 +43,7 @@ class Service:
         self.metrics = ServerMetrics()
         self._chat: ChatHandler | None = None
         self._builder: PromptBuilder | None = None
+        self._num_preparing = 0
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -58,7 +61,27 @@ class Service:
         """Raises `RequestError`."""
         if self._chat is None or not self.is_ready:
             raise RequestError(503, "not_ready", "the model is being loaded")
-        raw = await _read_body(http)
+        with self._preparing():
+            body = self._parse(await _read_body(http))
+            # Two clients may send the same id; inside, an id is one request's own.
+            inner_id = f"{request_id}-{secrets.token_hex(4)}"
+            request = await _unless_gone(http, self._chat.prepare(body, inner_id))
+        return await _unless_gone(http, self._chat.answer(body, request, arrival))
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Meanwhile a request counts that the engine does not know yet. Raises `RequestError` if all places
+        are taken."""
+        limit = self._config.max_waiting + self._config.max_num_seqs
+        if self._num_preparing + self.loop.num_requests >= limit:
+            raise RequestError(429, "queue_full", f"{limit} requests are in flight already")
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def _parse(self, raw: bytearray) -> ChatCompletionRequest:
         try:
             body = ChatCompletionRequest.model_validate_json(raw)
         except ValidationError as error:
@@ -68,17 +91,17 @@ class Service:
             raise RequestError(
                 404, "model_not_found", f"the model {body.model!r} is not served; served: {names}", "model"
             )
-        limit = self._config.max_waiting + self._config.max_num_seqs
-        if self.loop.num_requests >= limit:
-            raise RequestError(429, "queue_full", f"{limit} requests are in flight already")
-        # Two clients may send the same id; inside, an id is one request's own.
-        return await self._chat.serve(http, body, f"{request_id}-{secrets.token_hex(4)}", arrival)
+        return body
 
     async def run(self, on_failure: Callable[[], None]) -> None:
         """Starts loading and returns once requests can be served."""
         self.loop.start(on_failure)
         engine = await self.loop.wait_ready()
-        tokenizer = await asyncio.to_thread(ChatTokenizer, engine.family.checkpoint)
+        try:
+            tokenizer = await asyncio.to_thread(ChatTokenizer, engine.family.checkpoint)
+        except Exception as error:  # noqa: BLE001 - reported by who serves, as the engine's own
+            self.loop.fail(error)
+            return
         self._builder = PromptBuilder(engine, tokenizer, self.metrics, self.loop.arriving)
         self._chat = ChatHandler(self.loop, tokenizer, self._builder, self.metrics)
         self.metrics.attach(engine)
@@ -149,12 +172,9 @@ async def _observed(service: Service, http: Request) -> Response:
         response = await service.complete(http, request_id, arrival)
     except ClientDisconnect:
         response, code = Response(status_code=499), "client_gone"
-    except RequestError as error:
-        response, code = error_response(error), error.code
-    except Exception:  # the caller gets an answer whatever happens; the log gets the reason
-        log.exception("a request failed", extra={"request_id": request_id})
-        code = "internal_error"
-        response = error_response(RequestError(500, code, "the server failed on this request; see its log"))
+    except Exception as error:  # noqa: BLE001 - the caller gets an answer whatever happens
+        told = as_request_error(error, request_id)
+        response, code = error_response(told), told.code
     response.headers["x-request-id"] = request_id
     service.metrics.requests.labels(str(response.status_code), code).inc()
     log.info(
@@ -169,10 +189,30 @@ async def _observed(service: Service, http: Request) -> Response:
     return response
 
 
-async def _read_body(http: Request) -> bytes:
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. It is cancelled, which frees all that it has asked for, if the client closes the
+    connection meanwhile. Raises `ClientDisconnect`."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnect(http))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(http: Request) -> bytearray:
     body = bytearray()
     async for part in http.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise RequestError(413, "body_too_large", f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return bytes(body)
+    return body

@@ -11,7 +11,7 @@ import soundfile
 from epd_engine.config import MediaLimits
 from epd_engine.ec_store.keys import MediaContent
 from epd_engine.models.audio import Waveform
-from epd_engine.server.media import refuse
+from epd_engine.server.media import decoding, refuse
 
 # libsndfile reads many more, each of them a parser that strangers could reach.
 FORMATS = ("wav", "flac", "ogg", "mp3")
@@ -28,16 +28,17 @@ def decode_audio(data: bytes, limits: MediaLimits, param: str) -> Waveform:
     if end > len(data):
         raise refuse(f"the sound is truncated: {end} bytes are declared, but there are {len(data)}", param)
     stream = io.BytesIO(data)
-    try:
-        with soundfile.SoundFile(stream) as file:
-            _check_header(file, limits, param)
-            samples = file.read(dtype="float32", always_2d=True)
-            if len(samples) < file.frames:
-                message = f"the sound is truncated: {len(samples)} of {file.frames} samples can be read"
-                raise refuse(message, param)
-            sound = Waveform(_mono(samples), file.samplerate)
-    except soundfile.LibsndfileError as error:
-        raise refuse(f"the sound cannot be decoded: {error.error_string}", param) from error
+    with decoding("sound", param):
+        try:
+            with soundfile.SoundFile(stream) as file:
+                _check_header(file, limits, param)
+                samples = file.read(dtype="float32", always_2d=True)
+                if len(samples) < file.frames:
+                    message = f"the sound is truncated: {len(samples)} of {file.frames} samples can be read"
+                    raise refuse(message, param)
+                sound = Waveform(_mono(samples), file.samplerate)
+        except soundfile.LibsndfileError as error:
+            raise refuse(f"the sound cannot be decoded: {error.error_string}", param) from error
     # Without a Xing header the length of an MP3 is guessed from its first frames, and reading ends there.
     if kind == "mp3" and _format(data[stream.tell() :][:3]) == "mp3":
         raise refuse("the MP3 has a variable bit rate and no Xing header; send it as wav or flac", param)

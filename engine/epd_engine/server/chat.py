@@ -1,13 +1,11 @@
 """`/v1/chat/completions`: one request's course from body to answer."""
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from epd_engine.core.output import RequestUpdate
@@ -30,29 +28,26 @@ class ChatHandler:
     ):
         self._loop, self._tokenizer, self._builder, self._metrics = loop, tokenizer, builder, metrics
 
-    async def serve(
-        self, http: HttpRequest, body: ChatCompletionRequest, request_id: str, arrival: float
-    ) -> Response:
+    async def prepare(self, body: ChatCompletionRequest, request_id: str) -> Request:
+        """What the engine is to run. Raises `RequestError`."""
+        return await self._builder.build(body, request_id)
+
+    async def answer(self, body: ChatCompletionRequest, request: Request, arrival: float) -> Response:
         """The answer, or `RequestError` while nothing has been sent: a stream's headers wait for its first
         token, so that a miss in the EC store is a plain error the proxy can act on."""
-        request = await self._builder.build(body, request_id)
-        answer = Answer(request, request_id, body, self._tokenizer.tokens)
         choices = _choices(request, body.n)
+        answer = Answer(choices[0], request.request_id, body, self._tokenizer.tokens)
         deltas = merged([self._deltas(answer, i, one, arrival) for i, one in enumerate(choices)])
-        watcher = asyncio.create_task(_abort_when_gone(http, self._loop, choices))
         try:
             if not body.stream:
-                async with aclosing(deltas):
-                    return JSONResponse(await whole(answer, deltas))
+                return JSONResponse(await whole(answer, deltas))
             first = await anext(deltas)
         except BaseException:
             await deltas.aclose()
             raise
-        finally:
-            watcher.cancel()
         # From here on the response itself notices a client that goes away, and closes the generator.
         return StreamingResponse(
-            events(answer, first, deltas),
+            events(answer, first, deltas, self._metrics.stream_errors),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -125,11 +120,3 @@ def _fresh_state(request: Request) -> dict[str, Any]:
     """The fields that a request collects as it runs, empty; what the store has heard, it heard for all."""
     fresh = {f.name: f.default_factory() for f in fields(request) if f.default_factory is not MISSING}
     return {**fresh, "acknowledged": request.acknowledged}
-
-
-async def _abort_when_gone(http: HttpRequest, loop: EngineLoop, requests: Sequence[Request]) -> None:
-    """Frees a request whose client has closed the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    for request in requests:
-        loop.abort(request.request_id)

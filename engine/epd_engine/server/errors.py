@@ -1,5 +1,6 @@
 """OpenAI's error body, for everything that goes wrong."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from epd_engine.core.request import RequestError
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "1"
 # Marks the union tags that pydantic puts into a location, so that `param` names only the client's fields.
@@ -23,6 +26,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError) -> JSONResponse:
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if error.status in (429, 503) else {}
     return JSONResponse(error_body(error), error.status, headers)
+
+
+def as_request_error(error: Exception, request_id: str) -> RequestError:
+    """What the client is told, whatever happened; the log gets the reason of what is not its doing."""
+    if isinstance(error, RequestError):
+        return error
+    log.error("a request failed", exc_info=error, extra={"request_id": request_id})
+    return RequestError(500, "internal_error", "the server failed on this request; see its log")
 
 
 def invalid_request(error: ValidationError) -> RequestError:

@@ -4,11 +4,15 @@ Pictures are read the way transformers' own loader reads them: first frame, EXIF
 converted to RGB.
 """
 
-import base64
+import asyncio
 import binascii
 import io
 import ipaddress
+import logging
 import socket
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +24,11 @@ from epd_engine.config import MediaLimits
 from epd_engine.core.request import RequestError
 from epd_engine.ec_store.keys import MediaContent
 
+log = logging.getLogger(__name__)
+
+# Pillow reads many more, each of them a parser that strangers could reach.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+BASE64_CHUNK = 1 << 18  # characters, a multiple of 4; no other thread runs while one is decoded
 Image.MAX_IMAGE_PIXELS = None  # our own limit is checked before any pixel is decoded
 
 
@@ -27,11 +36,26 @@ def refuse(message: str, param: str, code: str = "invalid_media") -> RequestErro
     return RequestError(400, code, f"{param}: {message}", param)
 
 
-async def read_source(url: str, limits: MediaLimits, param: str) -> bytes:
-    """The encoded bytes behind a data or http(s) URL. Raises `RequestError` naming `param`."""
-    scheme = url.split(":", 1)[0].lower()
+@contextmanager
+def decoding(kind: str, param: str) -> Iterator[None]:
+    """Whatever fails in here is the fault of the client's bytes: damaged ones make decoders raise anything.
+    Raises `RequestError`."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        log.info("a %s cannot be decoded: %r", kind, error)
+        raise refuse(f"the {kind} cannot be decoded: {error}", param) from error
+
+
+async def read_source(url: str, limits: MediaLimits, param: str, pool: Executor | None = None) -> bytes:
+    """The encoded bytes behind a data or http(s) URL; base64 is decoded in `pool`. Raises `RequestError`
+    naming `param`."""
+    scheme = url[:6].partition(":")[0].lower()
     if scheme == "data":
-        return _read_data_url(url, limits, param)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, _read_data_url, url, limits, param)
     if scheme in ("http", "https"):
         return await _fetch(url, limits, param)
     raise refuse("only data:, http: and https: URLs are read", param, "invalid_url")
@@ -41,24 +65,28 @@ def decode_base64(text: str, limits: MediaLimits, param: str) -> bytes:
     if len(text) > limits.max_bytes * 4 // 3 + 4:
         raise _too_large(limits, param)
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        if text.find("=", 0, -2) >= 0:
+            raise ValueError("padding comes before its end")
+        chunks = (text[at : at + BASE64_CHUNK] for at in range(0, len(text), BASE64_CHUNK))
+        return b"".join(binascii.a2b_base64(chunk, strict_mode=True) for chunk in chunks)
+    except ValueError as error:
         raise refuse(f"the base64 data is broken: {error}", param) from error
 
 
 def decode_image(data: bytes, limits: MediaLimits, param: str) -> Image.Image:
     """An RGB image. Raises `RequestError` for what is no picture, is damaged, or is too large."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
+    with decoding("picture", param):
+        try:
+            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        except UnidentifiedImageError as error:
+            known = ", ".join(IMAGE_FORMATS)
+            raise refuse(f"the data is not a picture in a known format ({known})", param) from error
+        with image:
             if image.width * image.height > limits.max_pixels:
                 raise refuse(
                     f"a picture of {image.width}x{image.height} exceeds {limits.max_pixels} pixels", param
                 )
             return ImageOps.exif_transpose(image).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise refuse("the data is not a picture in a known format", param) from error
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise refuse(f"the picture cannot be decoded: {error}", param) from error
 
 
 def image_content(image: Image.Image) -> MediaContent:
@@ -74,23 +102,28 @@ def _read_data_url(url: str, limits: MediaLimits, param: str) -> bytes:
 
 async def _fetch(url: str, limits: MediaLimits, param: str) -> bytes:
     """One GET without redirects, to an address that was checked before it is connected to."""
-    address, headers, extensions = await _resolve(url, limits, param)
     try:
-        async with (
-            httpx.AsyncClient(timeout=limits.fetch_timeout, trust_env=False) as client,
-            client.stream("GET", address, headers=headers, extensions=extensions) as response,
-        ):
-            if response.status_code != 200:
-                raise refuse(f"the server answered {response.status_code}", param, "media_fetch_failed")
-            data = bytearray()
-            async for part in response.aiter_bytes():
-                data += part
-                if len(data) > limits.max_bytes:
-                    raise _too_large(limits, param)
-            return bytes(data)
-    except httpx.HTTPError as error:
+        async with asyncio.timeout(limits.fetch_timeout):  # of all of it: httpx knows only that of a read
+            return await _get(url, limits, param)
+    except (httpx.HTTPError, TimeoutError) as error:
         message = f"the media could not be fetched: {type(error).__name__}"
         raise refuse(message, param, "media_fetch_failed") from error
+
+
+async def _get(url: str, limits: MediaLimits, param: str) -> bytes:
+    address, headers, extensions = await _resolve(url, limits, param)
+    async with (
+        httpx.AsyncClient(timeout=limits.fetch_timeout, trust_env=False) as client,
+        client.stream("GET", address, headers=headers, extensions=extensions) as response,
+    ):
+        if response.status_code != 200:
+            raise refuse(f"the server answered {response.status_code}", param, "media_fetch_failed")
+        data = bytearray()
+        async for part in response.aiter_bytes():
+            data += part
+            if len(data) > limits.max_bytes:
+                raise _too_large(limits, param)
+        return bytes(data)
 
 
 async def _resolve(
@@ -116,7 +149,12 @@ async def _resolve(
         )
     try:
         found = await anyio.to_thread.run_sync(
-            socket.getaddrinfo, host, port or (443 if parts.scheme == "https" else 80), 0, socket.SOCK_STREAM
+            socket.getaddrinfo,
+            host,
+            port or (443 if parts.scheme == "https" else 80),
+            0,
+            socket.SOCK_STREAM,
+            abandon_on_cancel=True,  # a name server that is silent must not outlast the timeout
         )
     except (OSError, UnicodeError) as error:
         raise refuse(f"the host {host} cannot be found", param, "media_fetch_failed") from error

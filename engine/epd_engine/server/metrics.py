@@ -23,6 +23,12 @@ class ServerMetrics:
             ["status", "code"],
             registry=self.registry,
         )
+        self.stream_errors = Counter(
+            "epd_engine_stream_errors",
+            "Streams that began, and ended by an error, by its code",
+            ["code"],
+            registry=self.registry,
+        )
         self.media_decoded = Counter(
             "epd_engine_media_decoded", "Media items decoded", ["modality"], registry=self.registry
         )

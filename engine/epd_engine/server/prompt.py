@@ -32,11 +32,12 @@ from epd_engine.server.protocol import (
 from epd_engine.server.text import ChatTokenizer
 
 T = TypeVar("T")
+TEXT_WORKERS = 4  # threads that render, tokenize and compile: text does not queue behind pictures
 MediaPart = RawMediaPart | EmbedsPart
 
 
 class PromptBuilder:
-    """Prepares requests off the event loop, in a bounded pool of threads."""
+    """Prepares requests off the event loop, in bounded pools of threads."""
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class PromptBuilder:
         self._config: EngineConfig = engine.config
         self._engine, self._family = engine, engine.family
         self._tokenizer, self._metrics, self._arriving = tokenizer, metrics, arriving
-        self._pool = ThreadPoolExecutor(engine.config.media.workers, "media")
+        self._media_pool = ThreadPoolExecutor(engine.config.media.workers, "media")
+        self._text_pool = ThreadPoolExecutor(TEXT_WORKERS, "text")
 
     async def build(self, body: ChatCompletionRequest, request_id: str) -> Request:
         """Raises `RequestError` in the caller's terms."""
@@ -71,10 +73,11 @@ class PromptBuilder:
         if self._config.is_encode_only:
             return self._encode_request(body, request_id, media)
         with self._arriving():
-            return await self._in_pool(self._chat_request, body, request_id, media, kv)
+            return await _in_pool(self._text_pool, self._chat_request, body, request_id, media, kv)
 
     def shutdown(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._media_pool, self._text_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode_request(
         self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem]
@@ -104,17 +107,20 @@ class PromptBuilder:
         self, body: ChatCompletionRequest, request_id: str, media: list[MediaItem], kv: RemoteKV | None
     ) -> Request:
         tokens = self._tokenizer.encode_chat(body.messages, body.chat_template_kwargs)
-        tokens, media = self._expand(tokens, media)
+        self._check_placeholders(tokens, media)
         limit = self._engine.max_model_len
         wanted = 1 if isinstance(kv, RemoteDecode) else body.output_limit
-        if len(tokens) + (wanted or 1) > limit:
+        # Before a list is made of it: a stored item's metadata may claim any length.
+        length = len(tokens) + sum(item.num_embeds - 1 for item in media)
+        if length + (wanted or 1) > limit:
             raise RequestError(
                 400,
                 "context_length_exceeded",
-                f"the prompt has {len(tokens)} tokens and {wanted or 1} more are asked for, "
+                f"the prompt has {length} tokens and {wanted or 1} more are asked for, "
                 f"but the model's context is {limit}",
                 "messages",
             )
+        tokens, media = self._expand(tokens, media)
         positions, delta = self._family.positions(len(tokens), media)
         sampling = self._tokenizer.sampling(body, wanted or limit - len(tokens))
         return Request(
@@ -130,13 +136,20 @@ class PromptBuilder:
             kv=kv,
         )
 
-    def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
-        """Repeats each placeholder once per embedding and notes where each item begins."""
-        placeholders = {self._family.placeholder_token(m) for m in self._family.modalities}
+    @property
+    def _placeholders(self) -> set[int]:
+        return {self._family.placeholder_token(m) for m in self._family.modalities}
+
+    def _check_placeholders(self, tokens: list[int], media: list[MediaItem]) -> None:
+        placeholders = self._placeholders
         if sum(token in placeholders for token in tokens) != len(media):
             raise RequestError(
                 400, "invalid_value", "the text holds the model's own placeholder for media", "messages"
             )
+
+    def _expand(self, tokens: list[int], media: list[MediaItem]) -> tuple[list[int], list[MediaItem]]:
+        """Repeats each placeholder once per embedding and notes where each item begins."""
+        placeholders = self._placeholders
         expanded: list[int] = []
         placed: list[MediaItem] = []
         for token in tokens:
@@ -176,8 +189,21 @@ class PromptBuilder:
                 "or start it with --ec-miss compute",
                 param,
             )
-        data, source = await _read(part, self._config.media, param)
-        return await self._in_pool(self._raw_item, modality, data, source, body)
+        data, source = await self._read(part, param)
+        return await _in_pool(self._media_pool, self._raw_item, modality, data, source, body)
+
+    async def _read(self, part: RawMediaPart, param: str) -> tuple[bytes, str]:
+        """The encoded bytes of an item, and the name of the field they come from. Raises `RequestError`."""
+        limits, pool = self._config.media, self._media_pool
+        if isinstance(part, InputAudioPart):
+            field, sound = f"{param}.input_audio", part.input_audio
+            if sound.format not in FORMATS:
+                known = ", ".join(FORMATS)
+                raise refuse(f"{sound.format!r} is not known; known are {known}", f"{field}.format")
+            field += ".data"
+            return await _in_pool(pool, decode_base64, sound.data, limits, field), field
+        field = f"{param}.{part.type}.url"
+        return await read_source(getattr(part, part.type).url, limits, field, pool), field
 
     def _raw_item(self, modality: str, data: bytes, param: str, body: ChatCompletionRequest) -> MediaItem:
         self._metrics.media_decoded.labels(modality).inc()
@@ -210,20 +236,9 @@ class PromptBuilder:
             raise refuse(str(error), f"{param}.{part.type}") from error
         return MediaItem(modality, part.uuid, num_embeds, metadata)
 
-    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-
-async def _read(part: RawMediaPart, limits: MediaLimits, param: str) -> tuple[bytes, str]:
-    """The encoded bytes of an item, and the name of the field they come from. Raises `RequestError`."""
-    if isinstance(part, InputAudioPart):
-        field = f"{param}.input_audio"
-        if part.input_audio.format not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise refuse(f"{part.input_audio.format!r} is not known; known are {known}", f"{field}.format")
-        return decode_base64(part.input_audio.data, limits, f"{field}.data"), f"{field}.data"
-    field = f"{param}.{part.type}.url"
-    return await read_source(getattr(part, part.type).url, limits, field), field
+async def _in_pool(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 def _decode(modality: str, data: bytes, limits: MediaLimits, param: str) -> tuple[Decoded, MediaContent]:

@@ -62,6 +62,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, value: Any) -> Any:
+        """Also where the field is unknown: clients send an answer's empty fields back in its next turn."""
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
 
 class TextPart(Strict):
     type: Literal["text"]
@@ -172,6 +178,13 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_assistant_may_have_said_nothing(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None:
+            return {**value, "content": ""}
+        return value
 
 
 class StreamOptions(Strict):
@@ -328,8 +341,7 @@ class ChatCompletionRequest(SamplingFields):
         known = {}
         for name, value in body.items():
             if name in cls.model_fields:
-                if value is not None:
-                    known[name] = value
+                known[name] = value
             elif name not in HARMLESS and value is not None and value not in NEUTRAL.get(name, ()):
                 verb = "is not supported" if name in NEUTRAL else "is not a field that is supported"
                 raise ValueError(f"{name} {verb}")

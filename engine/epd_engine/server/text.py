@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_engine.core.request import RequestError
 from epd_engine.core.sampling import SamplingParams
-from epd_engine.models.checkpoint import Checkpoint
+from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.server.protocol import ChatCompletionRequest, Message, TextPart
 from epd_engine.server.sampling import SamplingDefaults, sampling_params
 from epd_engine.server.structured import GrammarCompiler
@@ -25,11 +25,18 @@ class ChatTokenizer:
     """The checkpoint's tokenizer, chat template and generation defaults."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        """Raises `CheckpointError` for a checkpoint that cannot render a chat."""
+        self._tokenizer = checkpoint.read_with(AutoTokenizer)
         # Where processors kept it before templates had files of their own; tokenizers do not look there.
         older = checkpoint.read_json("chat_template.json")
         if older is not None and not (checkpoint.folder / "chat_template.jinja").exists():
             self._tokenizer.chat_template = older["chat_template"]
+        if not self._tokenizer.chat_template:
+            raise CheckpointError(f"{checkpoint.folder} has no chat template (chat_template.jinja)")
+        if not self._tokenizer("a")["input_ids"]:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no tokenizer (tokenizer.json): it makes no tokens"
+            )
         generation = checkpoint.read_json("generation_config.json") or {}
         eos = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

@@ -53,6 +53,28 @@ def test_usage_tells_how_much_of_a_prompt_was_known(client: OpenAI) -> None:
     assert usages[1].prompt_tokens - 16 <= second < usages[1].prompt_tokens
 
 
+def test_usage_of_several_choices_tells_how_much_of_the_prompt_was_known(aggregated: Server) -> None:
+    known = [{"role": "user", "content": "Several answers to this, please. " * 12}]
+    first, second = (ask(aggregated, known, n=3, max_tokens=2).json()["usage"] for _ in range(2))
+    prompt, cached = second["prompt_tokens"], second["prompt_tokens_details"]["cached_tokens"]
+    assert first["prompt_tokens"] == prompt
+    assert prompt - 16 <= cached < prompt
+
+
+def test_an_answer_goes_back_into_the_next_turn_as_the_client_keeps_it(client: OpenAI) -> None:
+    options: Any = {"model": MODEL_NAME, "temperature": 0, "max_tokens": 8}
+    message = client.chat.completions.create(messages=HELLO, **options).choices[0].message
+    assert None in message.model_dump().values()
+    again = {"role": "user", "content": "And what is this?"}
+    plain = {"role": "assistant", "content": message.content}
+    answers = [
+        client.chat.completions.create(messages=[*HELLO, turn, again], **options)
+        for turn in (plain, message, message.model_dump())
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert len({answer.usage.prompt_tokens for answer in answers if answer.usage}) == 1
+
+
 def test_models_are_listed_and_others_are_not_found(client: OpenAI) -> None:
     assert [m.id for m in client.models.list()] == [MODEL_NAME]
     with pytest.raises(NotFoundError, match="served: digits-vl"):

@@ -1,8 +1,10 @@
 """How tokens are chosen, as clients see it over HTTP."""
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +378,18 @@ def test_more_choices_than_there_is_room_for_is_429_and_leaves_nothing(narrow: S
     eventually(lambda: narrow.metric("epd_engine_requests_running") == 0)
     assert narrow.metric("epd_engine_requests_waiting") == 0
     assert len(ask(narrow, HELLO, n=2, temperature=1).json()["choices"]) == 2
+
+
+def test_requests_whose_bodies_are_still_coming_take_places_too(narrow: Server) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with ExitStack() as slow:
+        for _ in range(3):
+            slow.enter_context(socket.create_connection(("127.0.0.1", narrow.port))).sendall(head)
+        eventually(lambda: ask(narrow, HELLO).status_code == 429)
+        full = ask(narrow, HELLO)
+        assert full.json()["error"]["code"] == "queue_full"
+        assert int(full.headers["retry-after"]) >= 1
+    eventually(lambda: ask(narrow, HELLO).status_code == 200)
 
 
 def test_a_lower_priority_is_served_earlier(narrow: Server) -> None:

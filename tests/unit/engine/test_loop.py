@@ -30,9 +30,13 @@ class Notes:
         return bool(self.added)
 
     def add(self, request: Request) -> None:
+        if request.request_id == "poison":
+            raise OSError("the store says no")
         self.added.append(request.request_id)
 
     def step(self) -> list[RequestUpdate]:
+        if "fatal" in self.added:
+            raise SystemError("the books are lost")
         done, self.added = self.added, []
         if done:
             self.steps.append(done)
@@ -111,3 +115,30 @@ def test_who_is_long_on_the_way_is_not_waited_for() -> None:
         assert notes.steps == [["first"], ["late"]]
 
     given(come_late)
+
+
+async def end_of(loop: EngineLoop, name: str) -> RequestUpdate:
+    (update,) = [update async for update in loop.updates(request(name, 4))]
+    return update
+
+
+def test_a_request_that_cannot_be_taken_ends_by_itself() -> None:
+    async def go_on(loop: EngineLoop, notes: Notes) -> None:
+        error = (await end_of(loop, "poison")).error
+        assert error is not None
+        assert (error.status, error.code) == (500, "internal_error")
+        await answered(loop, "next")
+        assert notes.steps == [["next"]]
+
+    given(go_on)
+
+
+def test_who_comes_after_the_engine_has_ended_is_told_so() -> None:
+    async def come_too_late(loop: EngineLoop, notes: Notes) -> None:
+        for name in ("fatal", "late"):
+            error = (await end_of(loop, name)).error
+            assert error is not None
+            assert (error.status, error.code) == (503, "shutting_down")
+        assert isinstance(loop.failure, SystemError)
+
+    given(come_too_late)

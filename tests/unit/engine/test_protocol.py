@@ -93,6 +93,48 @@ def test_what_clients_of_vllm_send_is_taken() -> None:
             assert getattr(body, name) == value
 
 
+@pytest.mark.parametrize(
+    ("role", "field"),
+    [
+        ("assistant", "refusal"),
+        ("assistant", "tool_calls"),
+        ("assistant", "function_call"),
+        ("assistant", "reasoning_content"),
+        ("assistant", "audio"),
+        ("user", "name"),
+    ],
+)
+def test_null_in_a_message_is_the_same_as_leaving_it_out(role: str, field: str) -> None:
+    message = {"role": role, "content": "x"}
+    assert parse({**GOOD, "messages": [{**message, field: None}]}) == parse({**GOOD, "messages": [message]})
+
+
+def test_null_is_the_same_as_leaving_a_field_out_at_every_level() -> None:
+    options = parse({**GOOD, "stream_options": {"include_usage": None}}).stream_options
+    assert options is not None
+    assert not options.include_usage
+    url = {"type": "image_url", "image_url": {"url": "data:,", "detail": None}, "uuid": None}
+    assert parse(with_part(url)).messages[0].content[0].uuid is None
+    assert parse({**GOOD, "structured_outputs": {"regex": "a", "json": None}}).structure is not None
+
+
+def test_null_inside_a_value_that_is_free_is_kept() -> None:
+    schema = {"enum": [None, 1], "default": None}
+    assert parse({**GOOD, "guided_json": schema}).guided_json == schema
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    structure = parse({**GOOD, "response_format": form}).structure
+    assert structure is not None
+    assert structure[1].json_ == schema
+    options = {"enable_thinking": None}
+    assert parse({**GOOD, "chat_template_kwargs": options}).chat_template_kwargs == options
+
+
+@pytest.mark.parametrize("silence", [{"content": None}, {}, {"content": None, "tool_calls": None}])
+def test_an_assistant_may_have_said_nothing(silence: dict) -> None:
+    body = parse({**GOOD, "messages": [*GOOD["messages"], {"role": "assistant", **silence}]})
+    assert body.messages[1].content == ""
+
+
 SCHEMA = {"type": "object", "properties": {"digit": {"type": "integer"}}}
 
 
@@ -160,6 +202,11 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         ({**GOOD, "messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         ({**GOOD, "messages": [{"role": "user"}]}, "messages[0].content"),
         ({**GOOD, "messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({**GOOD, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (
+            {**GOOD, "messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
         (with_part({"type": "smell"}), "messages[0].content[0]"),
         (with_part("x"), "messages[0].content[0]"),
         (with_part({"type": "text"}), "messages[0].content[0].text"),
