@@ -26,7 +26,7 @@ from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.layers.huge_pages import use_huge_pages
 from epd_engine.layers.packed_linear import pack_linears
 from epd_engine.lookahead import Lookahead
-from epd_engine.machine.device import find_device, free_memory
+from epd_engine.machine.device import check_alive, find_device, free_memory
 from epd_engine.machine.memory import MemoryNeeds, kv_tokens
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
@@ -119,8 +119,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Raises `RequestError` when the request could never be served or the queue is full."""
-        if self.scheduler.num_waiting >= self.config.max_waiting:
-            raise RequestError(429, "queue_full", f"{self.config.max_waiting} requests are waiting already")
+        limit = self.config.max_waiting + self.config.max_num_seqs
+        if self.scheduler.num_waiting + self.scheduler.num_running >= limit:
+            raise RequestError(429, "queue_full", f"{limit} requests are in flight already")
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -143,6 +144,7 @@ class Engine:
             output = self.runner.poll() if step.is_empty else self.runner.execute(step, inputs)
         except Exception:  # whatever a kernel or a model raises must not end the other requests
             log.exception("a step failed; its requests are ended")
+            check_alive(self.family.device)  # else no later step succeeds: better to end, and be started anew
             error = RequestError(500, "internal_error", "the engine failed on this request; see its log")
             updates = self.scheduler.fail_step(step, error)
         else:

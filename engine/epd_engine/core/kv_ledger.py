@@ -56,6 +56,9 @@ class KVLedger:
         if request.kv is not None:
             assert self.connector is not None, "params are refused where there is no connector"
             self.connector.check_request(request)
+
+    def admit(self, request: Request) -> None:
+        """`request` will be served."""
         if isinstance(request.kv, RemoteDecode):
             self._producing.add(request.request_id)
 

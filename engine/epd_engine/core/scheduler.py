@@ -66,6 +66,7 @@ class Scheduler:
         if not comes_from_outside(request):  # whose media are in its KV
             self._planner.check_admissible(request)
             self._planner.cache.expect(request)
+        self._kv.admit(request)
         self._arrivals += 1
         request.arrival = self._arrivals
         self._requests[request.request_id] = request

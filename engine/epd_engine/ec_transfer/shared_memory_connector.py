@@ -91,7 +91,7 @@ class ECSharedMemoryConnector(StoreConnector):
     # Scheduler side
 
     def refusal(self, item: "MediaItem") -> str | None:
-        if self._bytes_of(item) > self._capacity:
+        if self.config.is_encode_only and self._bytes_of(item) > self._capacity:
             return (
                 f"an item of {self._bytes_of(item)} bytes exceeds the EC store's capacity ({self._capacity})"
             )

@@ -34,6 +34,12 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     return device
 
 
+def check_alive(device: torch.device) -> None:
+    """Raises what a GPU raises at everything once a kernel's fault has made it useless to this process."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device).item()
+
+
 def has_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether it has kernels for products of such matrices, and not only a loop of torch's."""
     if device.type == "cpu" and dtype is torch.bfloat16:

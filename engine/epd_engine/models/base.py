@@ -35,6 +35,12 @@ class MediaRefused(ValueError):
     """Media that this model cannot take; the message is for the client."""
 
 
+def refuse_unknown(metadata: Mapping[str, Any], known: str) -> None:
+    """Raises `MediaRefused` for metadata with more fields than `known`: they are hashed, stored and sent."""
+    if unknown := sorted(set(metadata) - {known}):
+        raise MediaRefused(f"{unknown[0]!r} is not known; what is stored is described by {known} alone")
+
+
 @dataclass(frozen=True)
 class ProcessedMedia:
     """The encoder's inputs for one item and what places its output in a prompt."""

@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from epd_engine.core.request import MediaItem
 from epd_engine.layers.fuse import fuse_vision
 from epd_engine.layers.linear import linear_of
-from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia
+from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia, refuse_unknown
 
 MAX_GRID_SIDE = 1 << 14
 MAX_PIXELS = 16384 * 28 * 28  # the most that the family's own processor ever asks for
@@ -68,7 +68,7 @@ class Qwen2_5_VL(ModelFamily):
 
     @cached_property
     def _image_processor(self) -> Any:
-        return AutoImageProcessor.from_pretrained(self.checkpoint.folder, backend="pil")
+        return self.checkpoint.read_with(AutoImageProcessor, backend="pil")
 
     def process(self, modality: str, decoded: Decoded, options: Mapping[str, Any]) -> ProcessedMedia:
         size = self._image_size(options)
@@ -163,6 +163,7 @@ def _patch_projection(convolution: nn.Conv3d) -> nn.Linear:
 
 
 def _read_grid(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
+    refuse_unknown(metadata, "image_grid_thw")
     grid = metadata.get("image_grid_thw")
     if (
         not isinstance(grid, list)

@@ -15,7 +15,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import (
 )
 
 from epd_engine.models.audio import Waveform, resample
-from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia
+from epd_engine.models.base import Decoded, MediaRefused, ModelFamily, ProcessedMedia, refuse_unknown
 from epd_engine.models.checkpoint import CheckpointError
 
 TOKENS = "audio_num_tokens"
@@ -40,6 +40,7 @@ class Qwen2Audio(ModelFamily):
         return int({"audio": self._config.audio_token_id}[modality])
 
     def num_embeds(self, modality: str, metadata: Mapping[str, Any]) -> int:
+        refuse_unknown(metadata, TOKENS)
         count, most = metadata.get(TOKENS), self._config.audio_config.max_source_positions // POOL
         if type(count) is not int or not 1 <= count <= most:
             raise MediaRefused(f"{TOKENS} must be an integer from 1 to {most}")
@@ -50,7 +51,7 @@ class Qwen2Audio(ModelFamily):
     @cached_property
     def _extractor(self) -> Any:
         """Raises `CheckpointError` where the spectrogram would not have the length that the tower expects."""
-        extractor = AutoFeatureExtractor.from_pretrained(self.checkpoint.folder)
+        extractor = self.checkpoint.read_with(AutoFeatureExtractor)
         positions = self._config.audio_config.max_source_positions
         if extractor.nb_max_frames != 2 * positions:
             raise CheckpointError(

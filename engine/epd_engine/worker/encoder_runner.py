@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -20,15 +21,26 @@ class EncoderRunner:
         self.embeds_encoded = 0
 
     def run(self, items: Sequence[MediaItem]) -> dict[str, str]:
-        """Encodes `items` as one batch; returns the failures by mm_hash, absent from the cache."""
+        """Encodes `items` as one batch; returns the failures by mm_hash, absent from the cache.
+
+        Where a batch fails each item is tried by itself: one that the tower cannot take, or no room for all
+        at once, is nothing to the others.
+        """
         if not items:
             return {}
         features = []
         for item in items:
             assert item.features is not None, "only items with features are scheduled for the tower"
             features.append(item.features)
+        try:
+            outputs = self._family.encode(features)
+        except Exception as error:
+            log.exception("the tower failed on %d items", len(items))
+            if len(items) == 1:
+                return {items[0].mm_hash: f"the encoder failed on it: {error}"}
+            return dict(chain.from_iterable(self.run([item]).items() for item in items))
         errors = {}
-        for item, output in zip(items, self._family.encode(features), strict=True):
+        for item, output in zip(items, outputs, strict=True):
             self.items_encoded += 1
             self.embeds_encoded += item.num_embeds
             problem = _problem(item, output, self._family.embed_width)

@@ -1,11 +1,13 @@
 """Token parity with plain transformers through chunks, preemption, prefix hits and role splits, in process.
 
-Two models: the shipped one, and one of random weights with 15 million parameters. Greedy and in float32 a
+Two models: the shipped one, and one of random weights with 15 million parameters; one of 108 million for all
+of it at once. Greedy and in float32 a
 differing token passes only where the reference itself is undecided; bfloat16 is judged by the error of the
 logarithms of probabilities.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,15 +185,32 @@ def test_bfloat16_errs_no_more_than_transformers_does(
     )
 
 
+def test_a_hundred_million_parameters(mixed: list[Messages], tmp_path: Path) -> None:
+    """In chunks, preempted, with beginnings known the second time, and split in two."""
+    make(tmp_path / "model", "qwen2_5_vl", "100m", seed=7)
+    known, store = Known(tmp_path / "model"), tmp_path / "store"
+    narrow = ROOMY | {"kv_cache_tokens": CONTEXT, "max_num_batched_tokens": 64}
+    chats = mixed[168:180]
+    with (
+        closing(InProcess(known.folder, **narrow)) as alone,
+        closing(InProcess(known.folder, role="ec_producer", store=store)) as encoder,
+        closing(InProcess(known.folder, role="ec_consumer", store=store, **narrow)) as pd,
+    ):
+        known.assert_same(chats, alone.ask(chats, **ASKED))
+        assert alone.preemptions > 0
+        known.assert_same(chats, pd.ask(through(encoder, chats), **ASKED))
+        known.assert_same(chats[-1:], pd.ask(through(encoder, chats[-1:]), **ASKED))
+        assert pd.engine.stats.cached_prompt_tokens > 0
+        assert pd.engine.runner.encoder.items_encoded == 0
+
+
 def test_a_head_that_is_the_token_embedding(mixed: list[Messages], tmp_path: Path) -> None:
     """As in Qwen2.5-VL-3B: the checkpoint has no tensor for it."""
     make(tmp_path, "qwen2_5_vl", "tiny", seed=5, is_tied=True)
-    known, engine = Known(tmp_path), InProcess(tmp_path, **ROOMY)
-    try:
+    known = Known(tmp_path)
+    with closing(InProcess(tmp_path, **ROOMY)) as engine:
         assert "lm_head.weight" not in engine.engine.family.checkpoint.tensor_files
         known.assert_same(mixed[:24], engine.ask(mixed[:24], **ASKED))
-    finally:
-        engine.close()
 
 
 def _logprobs(answer: Answered, vocab: int) -> torch.Tensor:

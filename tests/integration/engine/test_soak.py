@@ -25,7 +25,7 @@ from tests.support.mounts import small_tmpfs
 from tests.support.processes import Server, running
 from tests.support.waiting import eventually
 
-SECONDS = float(os.environ.get("EPD_SOAK_SECONDS", "90"))
+SECONDS = float(os.environ.get("EPD_SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("EPD_SOAK_SEED", "5"))
 WARM_SHARE = 0.4  # of the time, until everything that grows once has grown
 CLIENTS = 10

@@ -3,13 +3,16 @@
 import contextlib
 import json
 import re
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.support.digits import MODEL
 from tests.support.engines import engine
 from tests.support.processes import Server
 
@@ -68,3 +71,46 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     said = refusal(engine("blind", tmp_path, extra=["--device", "cuda"]))
     assert "no CUDA devices are to be seen here" in said
     assert "--device cpu" in said
+
+
+Spoil = Callable[[Path], None]
+
+
+def without(*names: str) -> Spoil:
+    def spoil(model: Path) -> None:
+        for name in names:
+            (model / name).unlink()
+
+    return spoil
+
+
+def quantized(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def eight_bits(model: Path) -> None:
+    """As some tools write them, without a word in the config."""
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("down_proj.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (without("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+        (without("chat_template.jinja"), "has no chat template"),
+        (without("preprocessor_config.json"), "AutoImageProcessor cannot be made of its files"),
+        (quantized, "holds quantized weights; only float32, bfloat16 and float16"),
+        (eight_bits, "down_proj.weight is torch.float8_e4m3fn; only"),
+    ],
+)
+def test_a_folder_that_lacks_something_ends_the_start_with_its_name(
+    tmp_path: Path, spoil: Spoil, said: str
+) -> None:
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    spoil(model)
+    assert said in refusal(engine("spoilt", tmp_path, model=model))

@@ -153,6 +153,7 @@ def adjacent_positions(media: list[MediaItem], length: int) -> torch.Tensor:
         {"image_grid_thw": [2, 2, 2]},
         {"image_grid_thw": [1, 1 << 20, 1 << 20]},
         {"image_grid_thw": [1, 2.0, 2]},
+        {"image_grid_thw": [1, 2, 2], "more": float("nan")},
     ],
 )
 def test_malformed_metadata_is_refused(metadata: dict) -> None:

@@ -169,6 +169,11 @@ def test_malformed_metadata_is_refused(family: Qwen2Audio, count: object) -> Non
         family.num_embeds("audio", {"audio_num_tokens": count})
 
 
+def test_metadata_beside_the_count_is_refused(family: Qwen2Audio) -> None:
+    with pytest.raises(MediaRefused, match="'more' is not known"):
+        family.num_embeds("audio", {"audio_num_tokens": 3, "more": "x" * 100_000})
+
+
 @pytest.mark.parametrize(
     ("sound", "match"),
     [

@@ -263,3 +263,13 @@ def test_without_a_capacity_nine_tenths_of_the_mount_are_taken(memory: Path) -> 
     encoder.step()
     assert encoder.scheduler.manager is not None
     assert encoder.scheduler.manager.capacity == int(0.9 * (16 << 20))
+
+
+@pytest.mark.parametrize(("role", "refuses"), [("ec_producer", True), ("ec_both", False)])
+def test_an_item_larger_than_the_store_is_refused_by_who_does_nothing_but_publish(
+    memory: Path, role: str, refuses: bool
+) -> None:
+    instance = Instance(NAME, role, {"path": str(memory), "capacity": ENTRY})
+    huge = item("huge", 0, 100, pixels=True)
+    assert bool(instance.scheduler.refusal(huge)) == refuses
+    assert huge.mm_hash in instance.publish(huge).failed_sending

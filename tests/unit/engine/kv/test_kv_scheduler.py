@@ -302,3 +302,10 @@ def test_random_traffic_comes_to_rest() -> None:
         assert volume == {}
         prefill.assert_at_rest()
         decode.assert_at_rest()
+
+
+def test_a_prefill_that_is_refused_for_its_media_is_in_no_book() -> None:
+    prefill = KVBench({})
+    with pytest.raises(RequestError, match="encoder cache"):
+        prefill.add("p", 200, RemoteDecode(), media=[item("huge", 2, 100, pixels=True)])
+    prefill.assert_at_rest()
