@@ -160,8 +160,10 @@ def named(item: MediaItem, key: bytes) -> MediaItem:
 
 
 def primer_doc(doc: Mapping[str, Any], items: Sequence[MediaItem]) -> dict[str, Any]:
-    """The primer request for `items`: media only, one token, and the fields that enter the mm_hash."""
-    scope = {field: doc[field] for field in PRIMER_FIELDS if doc.get(field) is not None}
+    """The primer request for `items`: media only, one token, the fields that enter the mm_hash, and what says
+    how urgent it is."""
+    fields = (*PRIMER_FIELDS, "priority")
+    scope = {field: doc[field] for field in fields if doc.get(field) is not None}
     message = {"role": "user", "content": [item.part for item in items]}
     return {**scope, "messages": [message], "max_tokens": 1, "stream": False}
 

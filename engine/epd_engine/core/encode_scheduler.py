@@ -1,8 +1,9 @@
 """Scheduling for an encode-only instance: no tokens, no KV; done means every item is in the store."""
 
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from epd_engine.core.media_planner import MediaPlanner, Placement
@@ -29,12 +30,13 @@ class EncodeScheduler:
         assert planner.connector is not None, "an encode-only instance has a connector"
         self._planner, self._connector = planner, planner.connector
         self._requests: dict[str, Request] = {}
-        self._queue: deque[Request] = deque()
+        self._queue: list[Request] = []  # those begun, then the others by rank
+        self._arrivals = 0
         self._progress: dict[str, _Progress] = {}
 
     @property
     def num_running(self) -> int:
-        # A copy of a queue is made in one go: the scheduler's thread does not get in between.
+        # A copy of a list is made in one go: the scheduler's thread does not get in between.
         return sum(r.status is RequestStatus.RUNNING for r in tuple(self._queue))
 
     @property
@@ -53,7 +55,10 @@ class EncodeScheduler:
         self._planner.check_admissible(request)
         self._requests[request.request_id] = request
         self._progress[request.request_id] = _Progress()
-        self._queue.append(request)
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        # Who has begun goes on first, whoever comes: what it holds is free once all of it is published.
+        insort(self._queue, request, lo=self.num_running, key=attrgetter("rank"))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -69,7 +74,7 @@ class EncodeScheduler:
                 step.encode_requests.append(request)
                 request.status = RequestStatus.RUNNING
             if not placed_all:
-                break  # first come, first served: later requests do not overtake
+                break  # in order: later requests do not overtake
         step.wait_for_saves = not (step.scheduled_encoder_inputs or step.republish_encoder_input)
         step.encoder_cache_moves = self._planner.cache.take_moves()
         step.ec_connector_metadata = self._connector.build_connector_meta()

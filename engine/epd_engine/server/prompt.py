@@ -91,7 +91,8 @@ class PromptBuilder:
                 400, "invalid_value", "this instance only encodes: nothing to stream", "stream"
             )
         positions, delta = self._family.positions(0, [])
-        return Request(request_id, [], positions, delta, media, SamplingParams(max_tokens=1))
+        sampling = SamplingParams(max_tokens=1)
+        return Request(request_id, [], positions, delta, media, sampling, priority=body.priority)
 
     def _remote_kv(self, body: ChatCompletionRequest) -> RemoteKV | None:
         kv = kv_params.parse(body.kv_transfer_params, self._config.kv_transfer, self._engine.kv_identity)

@@ -125,3 +125,24 @@ def test_an_abort_frees_what_the_request_holds() -> None:
     assert scheduler.update(step, sent("a")) == []
     scheduler.add(request("s", 0, [item("b", 0, 4, pixels=True)]))
     assert len(scheduler.schedule().scheduled_encoder_inputs) == 1
+
+
+def test_the_urgent_overtake_who_waits_but_not_who_has_begun() -> None:
+    scheduler, _ = make(set(), budget=4)
+    for name, priority in (("begun", 0), ("patient", 1), ("first", 0), ("second", 0), ("urgent", -1)):
+        made = request(name, 0, [item(f"{name}{n}", 4 * n, 4, pixels=True) for n in range(2)])
+        made.priority = priority
+        scheduler.add(made)
+        if name == "begun":
+            step = scheduler.schedule()
+            scheduler.update(step, ModelRunnerOutput())
+    order = []
+    while scheduler.num_running + scheduler.num_waiting:
+        step = scheduler.schedule()
+        output = ModelRunnerOutput()
+        for asked, index in step.scheduled_encoder_inputs:
+            order.append(asked.request_id)
+            output.ec_output.finished_sending.add(asked.media[index].mm_hash)
+        output.ec_output.finished_sending.add(key("begun0"))
+        scheduler.update(step, output)
+    assert order == ["begun", "urgent", "urgent", "first", "first", "second", "second", "patient", "patient"]

@@ -130,12 +130,21 @@ def test_the_same_content_gives_one_key_where_one_copy_was_lifted_and_the_other_
     assert keys[0] == keys[1]
 
 
-def test_a_primer_carries_media_only_and_what_enters_the_mm_hash():
+def test_how_urgent_it_is_does_not_make_another_item():
+    keys = set()
+    for priority in (0, 5):
+        body = JsonBody(orjson.dumps(user(image("x"), priority=priority)))
+        keys.add(digest(key_text(body, items_of(body.doc)[0])))
+    assert len(keys) == 1
+
+
+def test_a_primer_carries_media_only_what_enters_the_mm_hash_and_how_urgent_it_is():
     doc = user(
         {"type": "text", "text": "secret"},
         image("x", uuid="theirs"),
         cache_salt="s",
         mm_processor_kwargs={"a": 1},
+        priority=5,
         temperature=0.5,
         stream=True,
     )
@@ -143,6 +152,7 @@ def test_a_primer_carries_media_only_and_what_enters_the_mm_hash():
         "model": "m",
         "mm_processor_kwargs": {"a": 1},
         "cache_salt": "s",
+        "priority": 5,
         "messages": [{"role": "user", "content": [image("x")]}],
         "max_tokens": 1,
         "stream": False,
