@@ -72,13 +72,13 @@ class SchedulerOutput:
 
 @dataclass
 class ModelRunnerOutput:
-    """What a step did. `skipped` are requests whose media were missing, so that nothing was computed;
+    """What a step did. `skipped` are requests for which nothing was computed, and the media they lacked;
     `sample_problems` says why no token could be chosen as a request wants it."""
 
     sampled: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     sample_problems: dict[str, str] = field(default_factory=dict)
-    skipped: set[str] = field(default_factory=set)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
     encode_errors: dict[str, str] = field(default_factory=dict)
     ec_output: ECConnectorOutput = field(default_factory=ECConnectorOutput)
     kv_output: KVConnectorOutput = field(default_factory=KVConnectorOutput)

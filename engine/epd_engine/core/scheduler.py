@@ -169,7 +169,7 @@ class Scheduler:
             if request.is_finished:
                 continue  # aborted while the step ran
             if request.request_id in output.skipped:
-                if error := self._settle_skipped(chunk, output):
+                if error := self._settle_skipped(request, output):
                     updates.append(self._fail(request, error))
                 continue
             request.num_computed_tokens = chunk.end
@@ -306,15 +306,17 @@ class Scheduler:
         for key in [*output.ec_output.failed_recving, *output.encode_errors]:
             self._planner.cache.drop(key)
 
-    def _settle_skipped(self, chunk: Chunk, output: ModelRunnerOutput) -> RequestError | None:
+    def _settle_skipped(self, request: Request, output: ModelRunnerOutput) -> RequestError | None:
         """After media failed to arrive: an item that failed to load is not in the store, so that the next
-        step computes it or reports the miss; one that failed to encode fails its request."""
-        for index in chunk.request.media_in(chunk.start, chunk.end):
-            key = chunk.request.media[index].mm_hash
-            if key in output.encode_errors:
-                return RequestError(500, "encoder_failed", output.encode_errors[key])
+        step computes it or reports the miss; one that failed to encode fails its request, and so does one of
+        which nobody knows why it is not there: the same step would be planned for ever."""
+        for key in output.skipped[request.request_id]:
             if key in output.ec_output.failed_recving:
-                chunk.request.in_store[key] = False
+                request.in_store[key] = False
+                continue
+            self._planner.cache.drop(key)
+            reason = output.encode_errors.get(key, "its encoder output was lost; send it again")
+            return RequestError(500, "encoder_failed", reason)
         return None
 
     def _append_token(self, request: Request, output: ModelRunnerOutput) -> list[RequestUpdate]:

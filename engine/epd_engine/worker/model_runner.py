@@ -114,12 +114,10 @@ class ModelRunner:
 
     def _has_media(self, chunk: Chunk, output: ModelRunnerOutput) -> bool:
         request = chunk.request
-        if all(
-            request.media[i].mm_hash in self.encoder_cache for i in request.media_in(chunk.start, chunk.end)
-        ):
-            return True
-        output.skipped.add(request.request_id)
-        return False
+        needed = {request.media[i].mm_hash for i in request.media_in(chunk.start, chunk.end)}
+        if missing := sorted(needed - self.encoder_cache.keys()):
+            output.skipped[request.request_id] = missing
+        return not missing
 
     def _run_language_model(self, chunks: Sequence[Chunk], inputs: PackedInputs) -> torch.Tensor:
         """Logits `[rows, vocab]` of the chunks that sample; the device may not have computed them yet."""

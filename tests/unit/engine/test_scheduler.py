@@ -56,8 +56,8 @@ class Bench:
                 self.resident.add(r.media[i].mm_hash)
         for chunk in step.chunks:
             needed = {chunk.request.media[i].mm_hash for i in chunk.request.media_in(chunk.start, chunk.end)}
-            if needed - self.resident:
-                output.skipped.add(chunk.request.request_id)
+            if missing := sorted(needed - self.resident):
+                output.skipped[chunk.request.request_id] = missing
                 continue
             self.compute(chunk)
             if chunk.samples:
@@ -245,10 +245,27 @@ def test_an_item_that_failed_to_encode_fails_its_request() -> None:
     bench = Bench(can_compute=True)
     bench.scheduler.add(request("r", 12, [item("a", 0, 4, pixels=True)]))
     step = bench.scheduler.schedule()
-    output = ModelRunnerOutput(skipped={"r"}, encode_errors={key("a"): "NaN"}, ec_output=ECConnectorOutput())
+    output = ModelRunnerOutput(
+        skipped={"r": [key("a")]}, encode_errors={key("a"): "NaN"}, ec_output=ECConnectorOutput()
+    )
     (update,) = bench.scheduler.update(step, output)
     assert update.error is not None
     assert update.error.code == "encoder_failed"
+    bench.assert_at_rest()
+
+
+def test_an_output_that_is_lost_fails_who_needs_it_and_is_made_anew_for_the_next() -> None:
+    """As after a step that failed while tensors were moved: nobody waits for what never comes."""
+    bench = Bench(can_compute=True)
+    bench.scheduler.add(request("before", 12, [item("a", 0, 4, pixels=True)]))
+    assert bench.run()["before"].error is None
+    bench.resident.clear()
+    bench.scheduler.add(request("r", 13, [item("a", 1, 4, pixels=True)]))
+    error = bench.run()["r"].error
+    assert error is not None
+    assert (error.status, error.code) == (500, "encoder_failed")
+    bench.scheduler.add(request("again", 13, [item("a", 1, 4, pixels=True)]))
+    assert bench.run()["again"].error is None
     bench.assert_at_rest()
 
 
