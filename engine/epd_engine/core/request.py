@@ -88,8 +88,8 @@ class Request:
     """Its place among all that were ever added."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that were taken over from another request."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that were taken over from others, once it has been admitted."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING

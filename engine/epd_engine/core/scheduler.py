@@ -140,12 +140,14 @@ class Scheduler:
                 budget -= self._schedule_chunk(request, budget, step)
         while self._may_admit() and not preempted and budget > 0:
             request = self._waiting[0]
-            self._take_over_prefix(request)
+            known = self._take_over_prefix(request)
             if not self._has_room(request, request.num_tokens if comes_from_outside(request) else budget):
                 self._pool.release(request.block_ids)
-                request.num_computed_tokens = request.num_cached_tokens = 0
+                request.num_computed_tokens = 0
                 break
-            step.cached_prompt_tokens += request.num_cached_tokens
+            step.cached_prompt_tokens += known
+            if request.num_cached_tokens is None:  # later, after a preemption, they are its own
+                request.num_cached_tokens = known
             if comes_from_outside(request) and not self._has_prompt(request):
                 continue
             del self._waiting[0]
@@ -199,14 +201,15 @@ class Scheduler:
         kept = self._kv.kept_blocks
         return self._pool.problems(kept) + self._planner.cache.problems() + self._kv.problems()
 
-    def _take_over_prefix(self, request: Request) -> None:
-        """Holds what is known of the request's beginning. Its last token is computed whatever is known, since
-        the next one is sampled from it; media in a known part are never asked for."""
+    def _take_over_prefix(self, request: Request) -> int:
+        """Holds what is known of the request's beginning, and returns how many tokens of the prompt that is.
+        The last token is computed whatever is known, since the next one is sampled from it; media in a known
+        part are never asked for."""
         most = (request.num_tokens - 1) // self._pool.block_size
         hashes = block_hashes(request, self._pool.block_size, most)
         request.block_ids[:] = self._pool.take_known(hashes)
         request.num_computed_tokens = len(request.block_ids) * self._pool.block_size
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        return min(request.num_computed_tokens, request.num_prompt_tokens)
 
     def _learn_blocks(self, request: Request, start: int, end: int) -> None:
         """The KV of the request's tokens `[start, end)` is there: full blocks among them are known now."""

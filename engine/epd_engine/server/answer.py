@@ -57,7 +57,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.request.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.request.num_cached_tokens or 0},
         }
 
     def logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any] | None:

@@ -283,14 +283,16 @@ def test_a_step_that_raised_ends_its_own_requests_and_no_others() -> None:
 
 def test_without_blocks_the_last_request_is_preempted_and_still_answers() -> None:
     bench = Bench(blocks=6, tokens=64)
-    for name in ("r", "s"):
-        bench.scheduler.add(request(name, 10, max_tokens=6))
+    made = [request(name, 10, max_tokens=6) for name in ("r", "s")]
+    for one in made:
+        bench.scheduler.add(one)
     preempted = False
     while bench.scheduler.num_running + bench.scheduler.num_waiting:
         before = bench.scheduler.num_running
         bench.step()
         preempted |= bench.scheduler.num_running < before and bench.scheduler.num_waiting > 0
     assert preempted
+    assert [one.num_cached_tokens for one in made] == [0, 0], "what it finds afterwards is its own"
     bench.assert_at_rest()
 
 
