@@ -15,12 +15,13 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
 
     Every CPU computes in all three, if by detours (`has_products`).
     """
+    unknown = DeviceError(f"--device {name}: give cpu, cuda, or one of several such as cuda:1")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
+    except RuntimeError as error:
+        raise unknown from error
     if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"--device {name}: give cpu, cuda, or one of several such as cuda:1")
+        raise unknown
     if device.type == "cpu":
         return device
     if (device.index or 0) >= (count := torch.cuda.device_count()):
@@ -29,8 +30,8 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
             f"without one, start with --device cpu"
         )
     if dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        name = torch.cuda.get_device_name(device)
-        raise DeviceError(f"{name} does not compute in bfloat16: start with --dtype float16 or float32")
+        gpu = torch.cuda.get_device_name(device)
+        raise DeviceError(f"{gpu} does not compute in bfloat16: start with --dtype float16 or float32")
     return device
 
 

@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 
 from epd_engine.core.request import MediaItem
+from epd_engine.machine.device import check_alive
 from epd_engine.models.base import ModelFamily
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class EncoderRunner:
             outputs = self._family.encode(features)
         except Exception as error:
             log.exception("the tower failed on %d items", len(items))
+            check_alive(self._family.device)
             if len(items) == 1:
                 return {items[0].mm_hash: f"the encoder failed on it: {error}"}
             return dict(chain.from_iterable(self.run([item]).items() for item in items))

@@ -242,8 +242,8 @@ def _decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _DecodeGroup, scaling: float
 ) -> torch.Tensor:
     """`[sequences, heads, head_dim]` to the same, one query each: the heads that share a KV head are rows of
-    one matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA;
-    where they are no more than a loop of torch's, SDPA is that."""
+    one matrix, so that no key is repeated. On CPUs plain products are several times faster here than SDPA,
+    but slower where they are no more than a loop of torch's."""
     sequences, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     q = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim)

@@ -10,6 +10,7 @@ from PIL import Image
 from epd_engine.core.request import MediaItem
 from epd_engine.models.checkpoint import Checkpoint
 from epd_engine.models.qwen2_5_vl import Qwen2_5_VL
+from epd_engine.worker import encoder_runner
 from epd_engine.worker.encoder_runner import EncoderRunner
 from tests.support.digits import MODEL
 from tests.support.engine_objects import key
@@ -74,3 +75,17 @@ def test_one_bad_output_is_kept_from_everybody_and_the_others_are_as_alone(
     assert set(together) == {red.mm_hash, blue.mm_hash}
     for name, output in together.items():
         torch.testing.assert_close(output, alone[name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_device_that_is_gone_is_no_fault_of_the_items(
+    family: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an encoder would answer 500 for ever: whoever runs the step ends, and is started anew."""
+
+    def gone(_: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    family.fault = "raises"
+    monkeypatch.setattr(encoder_runner, "check_alive", gone)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        EncoderRunner(family, {}).run([picture(family, "green", 56)])
