@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from epd_engine.attention.base import Attention
+from epd_engine.attention.choice import choose_attention
+from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.sdpa import SdpaAttention
 from epd_engine.config import EngineConfig
 from epd_engine.core.encode_scheduler import EncodeScheduler
 from epd_engine.core.encoder_cache_manager import EncoderCacheManager
@@ -33,7 +37,6 @@ from epd_engine.models.checkpoint import Checkpoint, CheckpointError
 from epd_engine.models.fingerprint import language_fingerprint, model_fingerprint
 from epd_engine.models.registry import family_of
 from epd_engine.worker.model_runner import ModelRunner
-from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,11 @@ class Engine:
                 kv_scheduler_side,
             )
         )
-        self.runner = ModelRunner(self.family, worker_side, self._kv_cache(), self._kv_worker_side)
+        kv_cache = self._kv_cache()
+        self._attention: type[Attention] = SdpaAttention
+        if kv_cache is not None:
+            self._attention = choose_attention(kv_cache, self.family.num_heads)
+        self.runner = ModelRunner(self.family, worker_side, kv_cache, self._kv_worker_side, self._attention)
         self._lookahead = (
             Lookahead(self.scheduler, self.runner) if isinstance(self.scheduler, Scheduler) else None
         )
@@ -193,6 +200,7 @@ class Engine:
             "model_fingerprint": self.fingerprint,
             "dtype": str(self.family.dtype).removeprefix("torch."),
             "parameters": self._num_parameters,
+            "attention": None if self.config.is_encode_only else self._attention.__name__,
             "max_model_len": self.max_model_len,
             "kv_cache_tokens": self.pool.num_blocks * self.pool.block_size,
         }

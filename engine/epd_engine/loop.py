@@ -44,6 +44,11 @@ class EngineLoop:
         self._thread.start()
 
     @property
+    def is_loading(self) -> bool:
+        """It has been started, and has neither an engine yet nor a reason why not."""
+        return self._thread.is_alive() and self.engine is None and self.failure is None
+
+    @property
     def is_ready(self) -> bool:
         return self._ready.is_set() and self.failure is None
 
@@ -114,9 +119,11 @@ class EngineLoop:
         self._on_failure()
 
     async def stop(self) -> None:
-        """Ends the thread after its current step; unfinished requests get an error."""
+        """Ends the thread after its current step; unfinished requests get an error. While it loads, nothing
+        reaches it: it is left alone."""
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if not self.is_loading:
+            await asyncio.to_thread(self._thread.join)
 
     # The engine's thread
 

@@ -17,9 +17,9 @@ from epd_engine.ec_store.statistics import TransferStats
 from epd_engine.kv_transfer.config import KVTransferConfig
 
 if TYPE_CHECKING:
+    from epd_engine.attention.kv_cache import KVCache
     from epd_engine.core.output import SchedulerOutput
     from epd_engine.core.request import Request
-    from epd_engine.worker.paged_attention import KVCache
 
 LAYOUT = "layer,k/v,block,head,token,dim"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from epd_engine.attention.kv_cache import KVCache
 from epd_engine.ec_store.errors import EntryDamaged
 from epd_engine.ec_store.layout import refresh_directory
 from epd_engine.kv_transfer.base import KVModelIdentity
 from epd_engine.kv_transfer.block_file import BlockRange, read_blocks
 from epd_engine.kv_transfer.block_saver import pulled, remove_quietly
-from epd_engine.worker.paged_attention import KVCache
 
 THREADS = 2
 # Seconds before each look that follows a failed one: another node's view of a volume may be a moment old.

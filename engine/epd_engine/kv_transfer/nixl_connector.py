@@ -38,8 +38,8 @@ from epd_engine.kv_transfer.pull_server import Offer, PullServer
 from epd_engine.kv_transfer.puller import BlockPull, Puller, Source
 
 if TYPE_CHECKING:
+    from epd_engine.attention.kv_cache import KVCache
     from epd_engine.core.output import SchedulerOutput
-    from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
 

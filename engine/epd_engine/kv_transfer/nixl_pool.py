@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from epd_engine.attention.kv_cache import KVCache
 from epd_engine.kv_transfer.base import KVModelIdentity
 from epd_engine.kv_transfer.config import KVConfigError
-from epd_engine.worker.paged_attention import KVCache
 
 POLL_SECONDS = 0.0002
 # The wheels for one CUDA version bring the API under a name of their own; "nixl" chooses among them.

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from epd_engine.attention.kv_cache import KVCache
 from epd_engine.kv_transfer.base import KVModelIdentity
 from epd_engine.kv_transfer.config import KVConfigError
 from epd_engine.kv_transfer.nixl_pool import PoolAgent, PoolView, PullError
 from epd_engine.kv_transfer.side_channel import Channel
-from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from epd_engine.kv_transfer.config import KVConfigError, KVTransferConfig, read_
 from epd_engine.kv_transfer.params import check_prompt_length, missing, prefilled
 
 if TYPE_CHECKING:
+    from epd_engine.attention.kv_cache import KVCache
     from epd_engine.core.output import SchedulerOutput
-    from epd_engine.worker.paged_attention import KVCache
 
 log = logging.getLogger(__name__)
 

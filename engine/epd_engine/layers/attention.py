@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from epd_engine.attention.segments import SegmentAttention
 from epd_engine.layers.linear import linear_of
 from epd_engine.layers.packed_linear import add_linear
 from epd_engine.layers.rotary import pairs_side_by_side, turn
@@ -52,30 +52,23 @@ class LanguageAttention(nn.Module):
 
 class VisionAttention(nn.Module):
     """Of a tower that packs all patches into one row, such as Qwen2.5-VL's: patches attend within their
-    picture or window."""
+    picture or window, by `attend`."""
 
-    def __init__(self, attention: Any):
+    def __init__(self, attention: Any, attend: SegmentAttention):
         super().__init__()
+        self._attend = attend
         self._head_dim, self._scaling = attention.head_dim, attention.scaling
         self.qkv = _reordered(attention.qkv, self._head_dim)
         self.proj = attention.proj
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, turns: torch.Tensor, lengths: Sequence[int]
+        self, x: torch.Tensor, residual: torch.Tensor, turns: torch.Tensor, begins: torch.Tensor
     ) -> torch.Tensor:
-        """`[patches, width]`; `lengths` are of pictures or windows."""
+        """`[patches, width]`; pictures or windows begin at `begins`, the end of all last."""
         patches = len(x)
         heads = self.qkv(x).view(patches, 3, -1, self._head_dim)
         turned = turn(heads[:, :2].flatten(1, 2), turns).view(patches, 2, -1, self._head_dim)
-        attended = torch.empty_like(heads[:, 0])
-        for begin, length, count in _runs(lengths):
-            end = begin + length * count
-            query, key, value = (
-                part[begin:end].view(count, length, -1, self._head_dim).transpose(1, 2)
-                for part in (turned[:, 0], turned[:, 1], heads[:, 2])
-            )
-            apart = scaled_dot_product_attention(query, key, value, scale=self._scaling)
-            attended[begin:end] = apart.transpose(1, 2).flatten(0, 1)
+        attended = self._attend(turned[:, 0], turned[:, 1], heads[:, 2], begins, self._scaling)
         return add_linear(residual, self.proj, attended.flatten(1))
 
 
@@ -97,17 +90,3 @@ def _reordered(qkv: nn.Linear, head_dim: int) -> nn.Linear:
         return torch.cat([pairs_side_by_side(rows[:values], head_dim), rows[values:]])
 
     return linear_of(reordered(qkv.weight), None if qkv.bias is None else reordered(qkv.bias))
-
-
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbours of one length as (begin, length, how many)."""
-    runs: list[tuple[int, int, int]] = []
-    at = 0
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            begin, _, count = runs[-1]
-            runs[-1] = (begin, length, count + 1)
-        else:
-            runs.append((at, length, 1))
-        at += length
-    return runs

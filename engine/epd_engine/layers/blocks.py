@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from epd_engine.attention.segments import SegmentAttention
 from epd_engine.layers.attention import LanguageAttention, VisionAttention
 from epd_engine.layers.gated_mlp import GatedMLP
 from epd_engine.layers.rms_norm import RMSNorm
@@ -45,12 +46,12 @@ class DecoderLayer(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Of Qwen2.5-VL's tower."""
+    """Of Qwen2.5-VL's tower; patches attend by `attend`."""
 
-    def __init__(self, block: Any):
+    def __init__(self, block: Any, attend: SegmentAttention):
         super().__init__()
         self.attention_norm, self.mlp_norm = RMSNorm(block.norm1), RMSNorm(block.norm2)
-        self.attention, self.mlp = VisionAttention(block.attn), GatedMLP(block.mlp)
+        self.attention, self.mlp = VisionAttention(block.attn, attend), GatedMLP(block.mlp)
 
     def forward(
         self,
@@ -60,7 +61,7 @@ class VisionBlock(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """`[patches, width]`, of which those between two neighbours of `cu_seqlens` attend to each other."""
-        (turns,), lengths = position_embeddings, cu_seqlens.diff().tolist()
-        x = self.attention(self.attention_norm(hidden_states), hidden_states, turns, lengths)
+        (turns,) = position_embeddings
+        x = self.attention(self.attention_norm(hidden_states), hidden_states, turns, cu_seqlens)
         out: torch.Tensor = self.mlp(self.mlp_norm(x), x)
         return out

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from epd_engine.attention.choice import choose_segments
 from epd_engine.layers.blocks import DecoderLayer, VisionBlock
 from epd_engine.layers.rms_norm import RMSNorm
 from epd_engine.layers.rotary import Turns
@@ -30,6 +31,8 @@ def fuse_language(model: Any) -> None:
 
 def fuse_vision(tower: Any) -> None:
     """Of Qwen2.5-VL's tower."""
-    tower.blocks = nn.ModuleList(VisionBlock(block) for block in tower.blocks)
+    attention = tower.blocks[0].attn
+    attend = choose_segments(attention.qkv.weight, attention.num_heads, attention.head_dim)
+    tower.blocks = nn.ModuleList(VisionBlock(block, attend) for block in tower.blocks)
     tower.merger.ln_q = RMSNorm(tower.merger.ln_q)
     tower.rotary_pos_emb = Turns(tower.rotary_pos_emb)

@@ -10,13 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from torch import nn
 
+from epd_engine.attention.packed_batch import PackedBatch
 from epd_engine.core.request import MediaItem
 from epd_engine.layers.fuse import fuse_language
 from epd_engine.machine.device import has_products
 from epd_engine.models.audio import Waveform
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError, empty_weights
 from epd_engine.models.language import LanguageModel, check_attention
-from epd_engine.worker.paged_attention import PackedBatch
 
 # What a decoder of the server hands over: an RGB picture, or one channel of sound.
 Decoded = Image.Image | Waveform
@@ -142,6 +142,11 @@ class ModelFamily(ABC):
         text = self._text
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return KVShape(text.num_hidden_layers, text.num_key_value_heads, head_dim)
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries, in each layer of the language model."""
+        return int(self._text.num_attention_heads)
 
     @property
     def vocab_size(self) -> int:

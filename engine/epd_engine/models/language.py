@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from epd_engine.attention.packed_batch import ATTENTION_NAME, PackedBatch
 from epd_engine.layers.linear import linear_of
 from epd_engine.models.checkpoint import CheckpointError
-from epd_engine.worker.paged_attention import ATTENTION_NAME, PackedBatch
 
 
 class LanguageModel(nn.Module):

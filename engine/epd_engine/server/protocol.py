@@ -181,10 +181,12 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _an_assistant_may_have_said_nothing(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None:
-            return {**value, "content": ""}
-        return value
+    def _an_answer_can_be_sent_back(cls, value: Any) -> Any:
+        """It may have no content; servers write empty lists where they mean nothing."""
+        if not isinstance(value, dict) or value.get("role") != "assistant":
+            return value
+        said = {name: part for name, part in value.items() if name == "content" or part != []}
+        return {**said, "content": ""} if said.get("content") is None else said
 
 
 class StreamOptions(Strict):

@@ -1,6 +1,7 @@
 """Runs one instance until it is told to stop."""
 
 import logging
+import os
 
 import uvicorn
 
@@ -25,7 +26,7 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
     """Listens at once, loads the weights meanwhile, ends by SIGTERM or SIGINT; returns the exit status.
 
     Told to end, it finishes what it has begun within `drain_timeout` seconds; what is not done then, or when
-    it is told once more, ends with an error.
+    it is told once more, ends with an error. While it loads there is nothing to finish.
     """
     logs.configure(log_level)
     keep_freed_memory()
@@ -53,6 +54,10 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
         drain,
     )
     server.run()
+    if loop.is_loading:
+        log.info("told to end while loading")
+        logging.shutdown()
+        os._exit(0)  # the interpreter's own end would stop the thread in the middle of a library's code
     if loop.failure is None:
         return 0
     if isinstance(loop.failure, CheckpointError | DeviceError | ECConfigError | KVConfigError):

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from epd_engine.attention.base import Attention
+from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.packed_batch import PackedBatch, Span
+from epd_engine.attention.sdpa import SdpaAttention
 from epd_engine.core.encoder_cache_manager import EncoderCacheMoves
 from epd_engine.core.output import Chunk, ModelRunnerOutput, SchedulerOutput
 from epd_engine.core.request import Request
@@ -14,7 +18,6 @@ from epd_engine.models.base import ModelFamily
 from epd_engine.worker.ec_step import ec_step
 from epd_engine.worker.encoder_runner import EncoderRunner
 from epd_engine.worker.kv_step import kv_step
-from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 from epd_engine.worker.sampler import Sampler
 
 
@@ -30,7 +33,7 @@ class PackedInputs:
 class ModelRunner:
     """The worker: owns the encoder cache's tensors and the KV tensors, and decides nothing.
 
-    `kv_cache` is None on an encode-only instance.
+    `kv_cache` is None on an encode-only instance; `attention` is how tokens attend over it.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class ModelRunner:
         connector: ECConnectorBase | None,
         kv_cache: KVCache | None,
         kv_connector: KVConnectorBase | None = None,
+        attention: type[Attention] = SdpaAttention,
     ):
         self._family, self._connector = family, connector
-        self._kv_cache, self._kv_connector = kv_cache, kv_connector
+        self._kv_cache, self._kv_connector, self._attention = kv_cache, kv_connector, attention
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self._aside: dict[str, torch.Tensor] = {}  # in host memory
         self.encoder = EncoderRunner(family, self.encoder_cache)
@@ -153,7 +157,7 @@ class ModelRunner:
             is_wanted = chunk.end >= chunk.request.num_tokens
             spans.append(Span(begin, chunk.start, chunk.end, chunk.request.block_ids, is_wanted))
             begin += chunk.length
-        return PackedBatch(self._kv_cache, spans, self._on_layer(chunks))
+        return PackedBatch(self._kv_cache, spans, self._on_layer(chunks), self._attention)
 
     def _on_layer(self, chunks: Sequence[Chunk]) -> Callable[[int], None] | None:
         """What becomes of a layer's KV once it is computed."""

@@ -4,6 +4,8 @@ import contextlib
 import json
 import re
 import shutil
+import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.digits import MODEL
 from tests.support.engines import engine
-from tests.support.processes import Server
+from tests.support.processes import Server, free_port
 
 TOP = Path("/sys/fs/cgroup")
 LIMIT = 1 << 30
@@ -114,3 +116,28 @@ def test_a_folder_that_lacks_something_ends_the_start_with_its_name(
     model = Path(shutil.copytree(MODEL, tmp_path / "model"))
     spoil(model)
     assert said in refusal(engine("spoilt", tmp_path, model=model))
+
+
+LOADS_FOR_EVER = """
+import sys, time
+from epd_engine.config import EngineConfig
+from epd_engine.server import serve
+serve.Engine = lambda _: time.sleep(3600)
+sys.exit(serve.serve(EngineConfig("m"), "127.0.0.1", int(sys.argv[1]), 3600, "info"))
+"""
+
+
+class Loading(Server):
+    ready_path = "/health"
+
+
+def test_an_end_does_not_wait_for_weights(tmp_path: Path) -> None:
+    port = free_port()
+    argv = [sys.executable, "-c", LOADS_FOR_EVER, str(port)]
+    server = Loading("loading", argv, port, tmp_path / "log").start().wait_ready()
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.stop()
+    assert "told to end while loading" in server.log.read_text().splitlines()[-1]

@@ -10,6 +10,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Mod
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.packed_batch import PackedBatch, Span
 from epd_engine.layers.blocks import DecoderLayer
 from epd_engine.layers.fuse import fuse_language, fuse_vision
 from epd_engine.layers.gated_mlp import GatedMLP
@@ -17,7 +19,6 @@ from epd_engine.layers.packed_linear import PackedLinear, add_linear, pack_linea
 from epd_engine.layers.rms_norm import RMSNorm
 from epd_engine.layers.rotary import Turns, pairs_side_by_side, turn
 from epd_engine.models.language import LanguageModel
-from epd_engine.worker.paged_attention import KVCache, PackedBatch, Span
 
 HEAD = 16
 EXACT, ROUNDED = torch.float32, torch.bfloat16

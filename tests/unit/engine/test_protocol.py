@@ -109,6 +109,16 @@ def test_null_in_a_message_is_the_same_as_leaving_it_out(role: str, field: str) 
     assert parse({**GOOD, "messages": [{**message, field: None}]}) == parse({**GOOD, "messages": [message]})
 
 
+@pytest.mark.parametrize("field", ["tool_calls", "annotations"])
+def test_an_empty_list_of_an_answer_is_the_same_as_leaving_it_out(field: str) -> None:
+    message = {"role": "assistant", "content": "x"}
+    assert parse({**GOOD, "messages": [{**message, field: []}]}) == parse({**GOOD, "messages": [message]})
+    with pytest.raises(ValidationError):
+        parse({**GOOD, "messages": [{**message, field: [{}]}]})
+    with pytest.raises(ValidationError):
+        parse({**GOOD, "messages": [{"role": "user", "content": "x", field: []}]})
+
+
 def test_null_is_the_same_as_leaving_a_field_out_at_every_level() -> None:
     options = parse({**GOOD, "stream_options": {"include_usage": None}}).stream_options
     assert options is not None

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -474,3 +475,31 @@ def random_request(rng: random.Random, name: str, names: str, sizes: dict[str, i
     made.priority = rng.choice([0, 0, 0, 1, -1])
     made.cache_salt = rng.choice(["", "", "tenant"])
     return made
+
+
+@pytest.mark.parametrize("where", ["stored", "pixels"])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_is_overtaken_for_long_by_those_who_keep_coming(seed: int, where: str) -> None:
+    """More arrive than can be served, at every step, with small items or none. Among them are a few that need
+    nearly all of the encoder cache or of the KV at once; they begin before those who came after them end."""
+    rng = random.Random(seed)
+    bench = Bench(
+        stored={key("small"), key("large")}, cache=16, encoder_budget=8, blocks=40, can_compute=True
+    )
+    arrived: dict[str, int] = {}
+    ended: list[str] = []
+    for number in range(600):
+        demanding = number % 50 == 10
+        media = [item("large", 2, 15)] if demanding else [item("small", 0, 3)] if rng.random() < 0.5 else []
+        media = [replace(one, features={}) for one in media] if where == "pixels" else media
+        made = request(f"r{number}", 110 if demanding else rng.randint(4, 30), media, max_tokens=4)
+        made.cache_salt = made.request_id  # so that all of them are computed
+        arrived[made.request_id] = number
+        bench.scheduler.add(made)
+        ended += [update.request_id for update in bench.step()[1] if update.is_last]
+    places = [arrived[name] for name in ended]
+    assert len(places) > 50
+    assert any(place % 50 == 10 for place in places)
+    for at, place in enumerate(places):
+        before = set(range(place)) - set(places[:at])
+        assert len(before) <= 8, f"{place} ended before {sorted(before)}"

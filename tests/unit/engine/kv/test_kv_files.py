@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from epd_engine.attention.kv_cache import KVCache
 from epd_engine.ec_store.kv_area import PULLED
 from epd_engine.kv_transfer.base import KVConnectorOutput, KVConnectorRole
 from epd_engine.kv_transfer.block_loader import BlockLoad
 from epd_engine.kv_transfer.config import KVTransferConfig
 from epd_engine.kv_transfer.shared_storage_connector import BlockPlan, BlockSave, SharedStorageKVConnector
-from epd_engine.worker.paged_attention import KVCache
 from tests.support.kv_bench import BLOCK, IDENTITY
 
 ID, DIGEST = "a" * 64, "d" * 64

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from epd_engine.attention.kv_cache import KVCache
 from epd_engine.core.remote_kv import RemotePrefill
 from epd_engine.kv_transfer import nixl_pool, puller
 from epd_engine.kv_transfer.base import KVConnectorRole, KVModelIdentity
@@ -20,7 +21,6 @@ from epd_engine.kv_transfer.nixl_pool import PoolAgent, PullError, block_runs
 from epd_engine.kv_transfer.pull_server import Ended, Offer, PullServer
 from epd_engine.kv_transfer.puller import BlockPull, Puller, Source
 from epd_engine.kv_transfer.side_channel import Channel
-from epd_engine.worker.paged_attention import KVCache
 from tests.support.engine_objects import request
 from tests.support.waiting import eventually
 

@@ -1,0 +1,143 @@
+"""Attention of a whole step in one call of a FlashAttention kernel (arXiv 2307.08691), through torch's own
+interface to them (`torch.nn.attention.varlen`): sequences of any length side by side, without padding.
+
+The kernels that torch brings want each context in one piece, so that contexts are gathered first. Those of
+the packages `flash-attn-3` (Hopper) and `flash-attn-4` (Blackwell) read pages where they lie.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+from torch.nn.attention.varlen import varlen_attn
+
+from epd_engine.attention.base import Attention, Queries
+from epd_engine.attention.kv_cache import KVCache
+
+CAUSAL = (-1, 0)  # a window of all before and none after, counted from the end of the context
+PAGED_KERNELS = {9: "FA3", 10: "FA4"}  # by a GPU's major compute capability
+
+
+class FlashAttention(Attention):
+    """Contexts gathered into one row, or the new tokens themselves where they are all there is."""
+
+    def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
+        self._begins = cumulative([one.count for one in queries], cache.device)
+        self._context_begins = cumulative([one.length for one in queries], cache.device)
+        self._most = max((one.count for one in queries), default=0)
+        self._longest = max((one.length for one in queries), default=0)
+        self._rows: torch.Tensor | None = None
+        if num_rows < num_new or any(one.has_context for one in queries):
+            self._rows = _context_rows(cache, queries)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cached: tuple[torch.Tensor, torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:
+        if not len(query):
+            return torch.empty_like(query)
+        keys, values = new if self._rows is None else (_gather(tensor, self._rows) for tensor in cached)
+        attended = varlen_attn(
+            query,
+            keys,
+            values,
+            self._begins,
+            self._context_begins,
+            self._most,
+            self._longest,
+            scale=scaling,
+            window_size=CAUSAL,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        assert isinstance(attended, torch.Tensor), "nothing else was asked for"
+        return attended
+
+
+class PagedFlashAttention(Attention):
+    """Pages read where they lie. `activate_paged` comes first."""
+
+    def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
+        self._begins = cumulative([one.count for one in queries], cache.device)
+        self._most = max((one.count for one in queries), default=0)
+        self._longest = max((one.length for one in queries), default=0)
+        tables = [cache.blocks(one.block_ids, one.length) for one in queries]
+        width = max(map(len, tables), default=0)
+        padded = [[*own, *[own[-1]] * (width - len(own))] for own in tables]
+        self._table = cache.sent(torch.tensor(padded, dtype=torch.int32))
+        self._lengths = cache.sent(torch.tensor([one.length for one in queries], dtype=torch.int32))
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cached: tuple[torch.Tensor, torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:
+        if not len(query):
+            return torch.empty_like(query)
+        # The kernels' own order of a page, as views: [num_blocks, block_size, kv_heads, head_dim].
+        keys, values = (tensor.transpose(1, 2) for tensor in cached)
+        attended = varlen_attn(
+            query,
+            keys,
+            values,
+            self._begins,
+            None,
+            self._most,
+            self._longest,
+            scale=scaling,
+            window_size=CAUSAL,
+            enable_gqa=query.shape[1] != keys.shape[2],
+            seqused_k=self._lengths,
+            block_table=self._table,
+        )
+        assert isinstance(attended, torch.Tensor), "nothing else was asked for"
+        return attended
+
+
+def activate_paged(device: torch.device) -> None:
+    """For the whole process. Raises whatever importing the package raises, or `ValueError` on a GPU for which
+    there is none."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in PAGED_KERNELS:
+        raise ValueError(f"no paged kernel for compute capability {major}.{minor}")
+    activate_flash_attention_impl(PAGED_KERNELS[major])
+
+
+def deactivate_paged() -> None:
+    """Back to torch's own kernels."""
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+
+
+def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Where parts of `lengths` begin, and where the last one ends: int32 `[parts + 1]`."""
+    begins = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    begins[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    return begins.to(device, non_blocking=True)
+
+
+def _context_rows(cache: KVCache, queries: Sequence[Queries]) -> torch.Tensor:
+    """Of all tokens of all sequences, one after another: `[tokens * kv_heads]`. Spread out on the device, to
+    which a number a token is sent."""
+    size = cache.block_size
+    slots = [
+        (torch.tensor(cache.blocks(one.block_ids, one.length))[:, None] * size + torch.arange(size)).flatten()
+        for one in queries
+    ]
+    joined = [one[: of.length] for one, of in zip(slots, queries, strict=True)]
+    sent = cache.sent(torch.cat(joined) if joined else torch.empty(0, dtype=torch.int64))
+    return cache.token_rows(sent // size, sent % size).flatten()
+
+
+def _gather(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[tokens, kv_heads, head_dim]` of a tensor of the cache."""
+    _, kv_heads, _, head_dim = tensor.shape
+    return tensor.view(-1, head_dim).index_select(0, rows).view(-1, kv_heads, head_dim)
