@@ -30,7 +30,9 @@ from epd_engine.kv_transfer.factory import KVConnectorFactory
 from epd_engine.layers.huge_pages import use_huge_pages
 from epd_engine.layers.packed_linear import pack_linears
 from epd_engine.lookahead import Lookahead
+from epd_engine.machine.allocator import give_back_freed_memory
 from epd_engine.machine.device import check_alive, find_device, free_memory
+from epd_engine.machine.mapped_files import forget_pages
 from epd_engine.machine.memory import MemoryNeeds, kv_tokens
 from epd_engine.models.base import ModelFamily
 from epd_engine.models.checkpoint import Checkpoint, CheckpointError
@@ -86,9 +88,10 @@ class Engine:
         if not config.is_encode_only:
             self.family.load_language()
         self._num_parameters = sum(p.numel() for m in self.family.modules() for p in m.parameters())
-        for module in self.family.modules():
-            pack_linears(module)
-        use_huge_pages(self.family.modules())
+        if sum(map(pack_linears, self.family.modules())):
+            forget_pages(set(checkpoint.tensor_files.values()))  # most of them are held packed now
+            give_back_freed_memory()
+            use_huge_pages(self.family.modules())
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         planner = MediaPlanner(
             self.encoder_cache,

@@ -21,3 +21,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)  # one heap: what one thread frees, the next one uses
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Once, after what leaves gaps all over the heap, as loading weights does: no step would fill them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
