@@ -79,19 +79,15 @@ class Engine:
         self.family: ModelFamily = family_class(checkpoint, dtype, find_device(config.device, dtype))
         self.fingerprint = model_fingerprint(checkpoint, self.family.tower_prefixes)
         self.max_model_len = self._model_len()
-        num_blocks = self._num_blocks()
+        self.pool = BlockPool(self._num_blocks(), config.block_size)
         scheduler_side, worker_side = self._connectors()
         self.kv_identity = self._kv_identity(checkpoint)
         kv_scheduler_side, self._kv_worker_side = self._kv_connectors()
-        if config.has_tower:
-            self.family.load_tower()
-        if not config.is_encode_only:
-            self.family.load_language()
-        self._num_parameters = sum(p.numel() for m in self.family.modules() for p in m.parameters())
-        if sum(map(pack_linears, self.family.modules())):
-            forget_pages(set(checkpoint.tensor_files.values()))  # most of them are held packed now
-            give_back_freed_memory()
-            use_huge_pages(self.family.modules())
+        kv_cache = self._kv_cache()
+        self._attention: type[Attention] = SdpaAttention
+        if kv_cache is not None:  # before the tower, which then has the kernels that are chosen here, too
+            self._attention = choose_attention(kv_cache, self.family.num_heads)
+        self._num_parameters = self._load_weights(checkpoint)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         planner = MediaPlanner(
             self.encoder_cache,
@@ -99,7 +95,6 @@ class Engine:
             max_encoder_embeds=config.max_encoder_embeds,
             can_compute=config.has_tower,
         )
-        self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler: SchedulerInterface = (
             EncodeScheduler(planner)
             if config.is_encode_only
@@ -110,10 +105,6 @@ class Engine:
                 kv_scheduler_side,
             )
         )
-        kv_cache = self._kv_cache()
-        self._attention: type[Attention] = SdpaAttention
-        if kv_cache is not None:
-            self._attention = choose_attention(kv_cache, self.family.num_heads)
         self.runner = ModelRunner(self.family, worker_side, kv_cache, self._kv_worker_side, self._attention)
         self._lookahead = (
             Lookahead(self.scheduler, self.runner) if isinstance(self.scheduler, Scheduler) else None
@@ -272,6 +263,20 @@ class Engine:
         )
         tokens = kv_tokens(needs, free_memory(family.device), self.max_model_len, asked)
         return 0 if config.is_encode_only else -(-tokens // config.block_size)
+
+    def _load_weights(self, checkpoint: Checkpoint) -> int:
+        """Of this role; returns how many numbers they are."""
+        if self.config.has_tower:
+            self.family.load_tower()
+        if not self.config.is_encode_only:
+            self.family.load_language()
+        modules = self.family.modules()
+        num_parameters = sum(p.numel() for module in modules for p in module.parameters())
+        if sum(map(pack_linears, modules)):
+            forget_pages(set(checkpoint.tensor_files.values()))  # most of them are held packed now
+            give_back_freed_memory()
+            use_huge_pages(modules)
+        return num_parameters
 
     def _kv_cache(self) -> KVCache | None:
         if self.config.is_encode_only:

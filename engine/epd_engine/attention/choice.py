@@ -5,10 +5,12 @@ refuses the dtype or the shapes, or is wrong is not used, and the log says why.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from epd_engine.attention.base import Attention
 from epd_engine.attention.flash import (
@@ -55,8 +57,8 @@ def choose_segments(like: torch.Tensor, heads: int, head_dim: int) -> SegmentAtt
 
 
 def try_attention(kind: type[Attention], cache: KVCache, heads: int) -> None:
-    """A prompt, the middle of a prompt and a decode in one step. Raises what the kernel raises, and
-    `ArithmeticError` where it gives something else than plain attention does."""
+    """Two prompts; then a prompt, the middle of one and a decode in one step. Raises what the kernel raises,
+    and `ArithmeticError` where it gives something else than plain attention does."""
     size, head_dim = cache.block_size, cache.layers[0][0].shape[-1]
     small = KVCache(
         num_layers=1, num_blocks=9, block_size=size, kv_heads=cache.kv_heads, head_dim=head_dim,
@@ -64,35 +66,36 @@ def try_attention(kind: type[Attention], cache: KVCache, heads: int) -> None:
     )  # fmt: skip
     for tensor in small.layers[0]:
         tensor.normal_()
-    spans = [
-        Span(0, 0, size + 1, [7, 2]),
-        Span(size + 1, size - 1, 2 * size + 1, [5, 0, 8]),
-        Span(2 * size + 3, 2 * size, 2 * size + 1, [3, 6, 1]),
-    ]
-    query = small.layers[0][0].new_empty(2 * size + 4, heads, head_dim).normal_()
-    new = query[:, : cache.kv_heads].clone(), query[:, : cache.kv_heads].clone()
-    outcomes = []
-    for one in (kind, SdpaAttention):
-        batch = PackedBatch(small, spans, kind=one)
-        for tensor, tokens in zip(small.layers[0], new, strict=True):
-            tensor.view(-1, head_dim).index_copy_(0, batch.write_rows, tokens.reshape(-1, head_dim))
-        assert batch.wanted is not None, "spans of several tokens"
-        outcomes.append(
-            torch.cat(
-                [
-                    batch.attention(query, new, small.layers[0], head_dim**-0.5),
-                    batch.finals(query[batch.wanted], new, small.layers[0], head_dim**-0.5),
-                ]
-            )
-        )
-    _compare(*outcomes)
+    prompt, chunk = Span(0, 0, size + 1, [7, 2]), Span(size + 1, size - 1, 2 * size + 1, [5, 0, 8])
+    decode = Span(2 * size + 3, 2 * size, 2 * size + 1, [3, 6, 1])
+    for spans in ([prompt, replace(chunk, start=0, end=size + 2)], [prompt, chunk, decode]):
+        query = small.layers[0][0].new_empty(spans[-1].last + 1, heads, head_dim).normal_()
+        found = _attended(kind, small, spans, query)
+        with sdpa_kernel(SDPBackend.MATH):
+            plain = _attended(SdpaAttention, small, spans, query)
+        _compare(found, plain)
+
+
+def _attended(
+    kind: type[Attention], cache: KVCache, spans: Sequence[Span], query: torch.Tensor
+) -> torch.Tensor:
+    """By all queries, and by the last one of each span. Keys and values of new tokens are queries, too."""
+    batch = PackedBatch(cache, spans, kind=kind)
+    new = (query[:, : cache.kv_heads],) * 2
+    for tensor, tokens in zip(cache.layers[0], new, strict=True):
+        tensor.view(-1, query.shape[-1]).index_copy_(0, batch.write_rows, tokens.flatten(0, 1))
+    scaling = query.shape[-1] ** -0.5
+    everything = batch.attention(query, new, cache.layers[0], scaling)
+    return torch.cat([everything, batch.finals(query[batch.wanted], new, cache.layers[0], scaling)])
 
 
 def try_segments(attend: SegmentAttention, like: torch.Tensor, heads: int, head_dim: int) -> None:
     """Two lengths in one row. Raises as `try_attention` does."""
     query, key, value = like.new_empty(3, 29, heads, head_dim).normal_()
-    begins = cumulative([8, 8, 13], like.device)
-    found, plain = (one(query, key, value, begins, head_dim**-0.5) for one in (attend, sdpa_segments))
+    begins, scaling = cumulative([8, 8, 13], like.device), head_dim**-0.5
+    found = attend(query, key, value, begins, scaling)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = sdpa_segments(query, key, value, begins, scaling)
     _compare(found, plain)
 
 
