@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from epd_engine.attention.base import Attention
-from epd_engine.attention.choice import choose_attention
+from epd_engine.attention.choice import activate_kernels, choose_attention
 from epd_engine.attention.kv_cache import KVCache
 from epd_engine.attention.sdpa import SdpaAttention
 from epd_engine.config import EngineConfig
@@ -83,9 +83,10 @@ class Engine:
         scheduler_side, worker_side = self._connectors()
         self.kv_identity = self._kv_identity(checkpoint)
         kv_scheduler_side, self._kv_worker_side = self._kv_connectors()
+        activate_kernels(self.family.device)
         kv_cache = self._kv_cache()
         self._attention: type[Attention] = SdpaAttention
-        if kv_cache is not None:  # before the tower, which then has the kernels that are chosen here, too
+        if kv_cache is not None:  # before the tower, which is tried by the kernels that are left
             self._attention = choose_attention(kv_cache, self.family.num_heads)
         self._num_parameters = self._load_weights(checkpoint)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)

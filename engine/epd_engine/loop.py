@@ -118,12 +118,16 @@ class EngineLoop:
         self._fail_all()
         self._on_failure()
 
+    def join(self) -> None:
+        """Waits for the thread's end."""
+        self._thread.join()
+
     async def stop(self) -> None:
         """Ends the thread after its current step; unfinished requests get an error. While it loads, nothing
         reaches it: it is left alone."""
         self._inbox.put(None)
         if not self.is_loading:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self.join)
 
     # The engine's thread
 

@@ -1,7 +1,7 @@
 """A FlashAttention kernel for CPUs, by the book and slowly: what torch's `varlen_attn` calls, and has on GPUs
 alone. It shows that the right thing is asked of a kernel, not what a GPU's answers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -51,9 +51,11 @@ def attention(
     window_size_right: int | None = None,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    sees: Callable[[int, int], torch.Tensor] | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """With the refusals that the real ones have."""
+    """With the refusals that the real ones have. `sees` makes another mask `[queries, keys]`, for one that
+    errs."""
     assert query.dim() == 3
     assert query.shape[-1] % 8 == 0
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
@@ -72,7 +74,7 @@ def attention(
         assert longest <= max_k
         seen = torch.ones(length, longest, dtype=torch.bool)
         if is_causal:  # the last query sees all
-            seen = seen.tril(longest - length)
+            seen = seen.tril(longest - length) if sees is None else sees(length, longest).bool()
         q = query[begin:end].float()
         k, v = (t.float().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale

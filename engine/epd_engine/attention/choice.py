@@ -1,13 +1,12 @@
 """Which attention a device gets: the best that works there.
 
-A kernel is tried at start, on a few numbers, beside torch's plain attention. One that is not installed,
-refuses the dtype or the shapes, or is wrong is not used, and the log says why.
+A kernel is tried at start, beside the same mathematics in float32. One that is not installed, refuses the
+dtype or the shapes, or is wrong is not used, and the log says why.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,98 +15,126 @@ from epd_engine.attention.base import Attention
 from epd_engine.attention.flash import (
     FlashAttention,
     PagedFlashAttention,
-    activate_paged,
+    activate_package,
     cumulative,
-    deactivate_paged,
+    deactivate_package,
 )
 from epd_engine.attention.kv_cache import KVCache
 from epd_engine.attention.packed_batch import PackedBatch, Span
 from epd_engine.attention.sdpa import SdpaAttention
-from epd_engine.attention.segments import SegmentAttention, flash_segments, sdpa_segments
+from epd_engine.attention.segments import (
+    SegmentAttention,
+    efficient_segments,
+    flash_segments,
+    sdpa_segments,
+)
+from epd_engine.machine.device import check_alive
 
-TOLERANCE = 0.03  # of values around one, in dtypes of eight bits of mantissa or more
+# Steps that are tried, as (start, end) of each sequence; longer than a tile of any kernel.
+STEPS = (((0, 300), (0, 33)), ((0, 150), (500, 700), (680, 681), (40, 41)), ((900, 901), (7, 8)))
+SEGMENTS = (64, 64, 400, 13)
+TOLERANCE = 0.02  # of values around one, and of each value: some roundings of eight bits of mantissa
 
 log = logging.getLogger(__name__)
 
 
+def activate_kernels(device: torch.device) -> None:
+    """Has torch use the package of kernels that is made for this GPU, where it is installed; before anything
+    else here."""
+    if device.type == "cuda":
+        _works("a package of kernels", device, partial(activate_package, device))
+
+
 def choose_attention(cache: KVCache, heads: int) -> type[Attention]:
     """For queries of so many `heads` over `cache`."""
-    for kind, prepare in better_than_sdpa(cache.device):
-        with _reason_told(kind.__name__):
-            prepare(cache.device)
-            try_attention(kind, cache, heads)
+    for kind in better_than_sdpa(cache.device):
+        if _works(kind.__name__, cache.device, partial(try_attention, kind, cache, heads)):
             return kind
+        deactivate_package()  # torch's own kernels are the next best
     return SdpaAttention
 
 
-def better_than_sdpa(device: torch.device) -> list[tuple[type[Attention], Callable[[torch.device], None]]]:
-    """The best first, each with what makes it ready."""
-    if device.type != "cuda":
-        return []
-    return [(PagedFlashAttention, activate_paged), (FlashAttention, lambda _: deactivate_paged())]
+def better_than_sdpa(device: torch.device) -> list[type[Attention]]:
+    """The best first."""
+    return [PagedFlashAttention, FlashAttention] if device.type == "cuda" else []
 
 
 def choose_segments(like: torch.Tensor, heads: int, head_dim: int) -> SegmentAttention:
     """For queries of the dtype and on the device of `like`."""
-    if like.device.type == "cuda":
-        with _reason_told(flash_segments.__name__):
-            try_segments(flash_segments, like, heads, head_dim)
-            return flash_segments
-    return sdpa_segments
+    if like.device.type != "cuda":
+        return sdpa_segments
+    trial = partial(try_segments, flash_segments, like, heads, head_dim)
+    return flash_segments if _works(flash_segments.__name__, like.device, trial) else efficient_segments
 
 
 def try_attention(kind: type[Attention], cache: KVCache, heads: int) -> None:
-    """Two prompts; then a prompt, the middle of one and a decode in one step. Raises what the kernel raises,
-    and `ArithmeticError` where it gives something else than plain attention does."""
-    size, head_dim = cache.block_size, cache.layers[0][0].shape[-1]
-    small = KVCache(
-        num_layers=1, num_blocks=9, block_size=size, kv_heads=cache.kv_heads, head_dim=head_dim,
-        dtype=cache.dtype, device=cache.device,
-    )  # fmt: skip
-    for tensor in small.layers[0]:
-        tensor.normal_()
-    prompt, chunk = Span(0, 0, size + 1, [7, 2]), Span(size + 1, size - 1, 2 * size + 1, [5, 0, 8])
-    decode = Span(2 * size + 3, 2 * size, 2 * size + 1, [3, 6, 1])
-    for spans in ([prompt, replace(chunk, start=0, end=size + 2)], [prompt, chunk, decode]):
-        query = small.layers[0][0].new_empty(spans[-1].last + 1, heads, head_dim).normal_()
-        found = _attended(kind, small, spans, query)
+    """Raises what the kernel raises, and `ArithmeticError` where it gives something else than it should."""
+    generator = torch.Generator().manual_seed(0)
+    for step in STEPS:
+        spans, num_blocks = _spans(step, cache.block_size)
+        ours, exact = cache.like(num_blocks, cache.dtype), cache.like(num_blocks, torch.float32)
+        for mine, other in zip(ours.layers[0], exact.layers[0], strict=True):
+            other.copy_(mine.copy_(torch.randn(mine.shape, generator=generator)))
+        shape = (spans[-1].last + 1, heads + 2 * cache.kv_heads, ours.layers[0][0].shape[-1])
+        heads_of_all = torch.randn(shape, generator=generator).to(cache.device, cache.dtype)
+        found = _attended(kind, ours, spans, heads_of_all)
         with sdpa_kernel(SDPBackend.MATH):
-            plain = _attended(SdpaAttention, small, spans, query)
-        _compare(found, plain)
+            wanted = _attended(SdpaAttention, exact, spans, heads_of_all.float())
+        _compare(found, wanted)
+
+
+def _spans(step: Sequence[tuple[int, int]], block_size: int) -> tuple[list[Span], int]:
+    """Sequences whose blocks lie apart and in no order, and how many blocks there are."""
+    lengths = [-(-end // block_size) for _, end in step]
+    free = torch.randperm(sum(lengths), generator=torch.Generator().manual_seed(0)).tolist()
+    spans, begin = [], 0
+    for (start, end), length in zip(step, lengths, strict=True):
+        spans.append(Span(begin, start, end, [free.pop() for _ in range(length)]))
+        begin += end - start
+    return spans, sum(lengths)
 
 
 def _attended(
-    kind: type[Attention], cache: KVCache, spans: Sequence[Span], query: torch.Tensor
+    kind: type[Attention], cache: KVCache, spans: Sequence[Span], heads_of_all: torch.Tensor
 ) -> torch.Tensor:
-    """By all queries, and by the last one of each span. Keys and values of new tokens are queries, too."""
+    """By all queries, and by the last one of each span; `[tokens, heads]` are queries', keys' and values'."""
     batch = PackedBatch(cache, spans, kind=kind)
-    new = (query[:, : cache.kv_heads],) * 2
-    for tensor, tokens in zip(cache.layers[0], new, strict=True):
+    query = heads_of_all[:, : -2 * cache.kv_heads]
+    key, value = heads_of_all[:, -2 * cache.kv_heads :].chunk(2, dim=1)
+    for tensor, tokens in zip(cache.layers[0], (key, value), strict=True):
         tensor.view(-1, query.shape[-1]).index_copy_(0, batch.write_rows, tokens.flatten(0, 1))
     scaling = query.shape[-1] ** -0.5
-    everything = batch.attention(query, new, cache.layers[0], scaling)
-    return torch.cat([everything, batch.finals(query[batch.wanted], new, cache.layers[0], scaling)])
+    attended = batch.attention(query, (key, value), cache.layers[0], scaling)
+    if batch.wanted is None:
+        return attended
+    finals = batch.finals(query[batch.wanted], (key, value), cache.layers[0], scaling)
+    return torch.cat([attended, finals])
 
 
 def try_segments(attend: SegmentAttention, like: torch.Tensor, heads: int, head_dim: int) -> None:
-    """Two lengths in one row. Raises as `try_attention` does."""
-    query, key, value = like.new_empty(3, 29, heads, head_dim).normal_()
-    begins, scaling = cumulative([8, 8, 13], like.device), head_dim**-0.5
+    """Raises as `try_attention` does."""
+    shape = (3, sum(SEGMENTS), heads, head_dim)
+    query, key, value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+    begins, scaling = cumulative(SEGMENTS, like.device), head_dim**-0.5
     found = attend(query, key, value, begins, scaling)
     with sdpa_kernel(SDPBackend.MATH):
-        plain = sdpa_segments(query, key, value, begins, scaling)
-    _compare(found, plain)
+        wanted = sdpa_segments(query.float(), key.float(), value.float(), begins, scaling)
+    _compare(found, wanted)
 
 
-def _compare(found: torch.Tensor, plain: torch.Tensor) -> None:
-    worst = float((found.float() - plain.float()).abs().max())
-    if not worst <= TOLERANCE:  # which NaN is not, either
-        raise ArithmeticError(f"it differs from plain attention by {worst:.3g}")
+def _compare(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    beyond = float(((found - wanted).abs() / (1 + wanted.abs())).max())
+    if not beyond <= TOLERANCE:  # which NaN is not, either
+        raise ArithmeticError(f"what it gives is off by {beyond:.3g}")
 
 
-@contextmanager
-def _reason_told(name: str) -> Iterator[None]:
+def _works(name: str, device: torch.device, trial: Callable[[], None]) -> bool:
+    """Raises what a GPU raises that is of no use any more."""
     try:
-        yield
+        trial()
     except Exception as reason:  # noqa: BLE001 - of a package or a kernel: they share no class
-        log.info("%s is not used: %s", name, reason)
+        log.info("%s: not used: %s", name, reason)
+        check_alive(device)
+        return False
+    log.info("%s: used", name)
+    return True

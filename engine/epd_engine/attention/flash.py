@@ -6,6 +6,7 @@ the packages `flash-attn-3` (Hopper) and `flash-attn-4` (Blackwell) read pages w
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn.attention import (
@@ -16,10 +17,12 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from epd_engine.attention.base import Attention, Queries
-from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.kv_cache import KVCache, sent
 
-CAUSAL = (-1, 0)  # a window of all before and none after, counted from the end of the context
-PAGED_KERNELS = {9: "FA3", 10: "FA4"}  # by a GPU's major compute capability
+# Windows before and after, counted from the end of the context. One query a sequence needs none to be causal;
+# torch's own kernel then takes all queries of a KV head at once, and splits long contexts.
+CAUSAL, FULL = (-1, 0), (-1, -1)
+PACKAGES = {9: "FA3", 10: "FA4"}  # by a GPU's major compute capability
 
 
 class FlashAttention(Attention):
@@ -53,7 +56,7 @@ class FlashAttention(Attention):
             self._most,
             self._longest,
             scale=scaling,
-            window_size=CAUSAL,
+            window_size=FULL if self._most == 1 else CAUSAL,
             enable_gqa=query.shape[1] != keys.shape[1],
         )
         assert isinstance(attended, torch.Tensor), "nothing else was asked for"
@@ -61,7 +64,7 @@ class FlashAttention(Attention):
 
 
 class PagedFlashAttention(Attention):
-    """Pages read where they lie. `activate_paged` comes first."""
+    """Pages read where they lie. `activate_package` comes first."""
 
     def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
         self._begins = cumulative([one.count for one in queries], cache.device)
@@ -70,8 +73,9 @@ class PagedFlashAttention(Attention):
         tables = [cache.blocks(one.block_ids, one.length) for one in queries]
         width = max(map(len, tables), default=0)
         padded = [[*own, *[own[-1]] * (width - len(own))] for own in tables]
-        self._table = cache.sent(torch.tensor(padded, dtype=torch.int32))
-        self._lengths = cache.sent(torch.tensor([one.length for one in queries], dtype=torch.int32))
+        self._table = sent(torch.tensor(padded, dtype=torch.int32), cache.device)
+        lengths = torch.tensor([one.length for one in queries], dtype=torch.int32)
+        self._lengths = sent(lengths, cache.device)
 
     def __call__(
         self,
@@ -93,7 +97,7 @@ class PagedFlashAttention(Attention):
             self._most,
             self._longest,
             scale=scaling,
-            window_size=CAUSAL,
+            window_size=FULL if self._most == 1 else CAUSAL,
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=self._lengths,
             block_table=self._table,
@@ -102,16 +106,16 @@ class PagedFlashAttention(Attention):
         return attended
 
 
-def activate_paged(device: torch.device) -> None:
-    """For the whole process. Raises whatever importing the package raises, or `ValueError` on a GPU for which
-    there is none."""
+def activate_package(device: torch.device) -> None:
+    """For the whole process. Raises whatever importing it raises, or `ValueError` on a GPU for which there is
+    none."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in PAGED_KERNELS:
-        raise ValueError(f"no paged kernel for compute capability {major}.{minor}")
-    activate_flash_attention_impl(PAGED_KERNELS[major])
+    if major not in PACKAGES:
+        raise ValueError(f"there is none for compute capability {major}.{minor}")
+    activate_flash_attention_impl(PACKAGES[major])
 
 
-def deactivate_paged() -> None:
+def deactivate_package() -> None:
     """Back to torch's own kernels."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
@@ -119,22 +123,33 @@ def deactivate_paged() -> None:
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """Where parts of `lengths` begin, and where the last one ends: int32 `[parts + 1]`."""
-    begins = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    begins[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return begins.to(device, non_blocking=True)
+    return sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _context_rows(cache: KVCache, queries: Sequence[Queries]) -> torch.Tensor:
-    """Of all tokens of all sequences, one after another: `[tokens * kv_heads]`. Spread out on the device, to
-    which a number a token is sent."""
-    size = cache.block_size
-    slots = [
-        (torch.tensor(cache.blocks(one.block_ids, one.length))[:, None] * size + torch.arange(size)).flatten()
-        for one in queries
-    ]
-    joined = [one[: of.length] for one, of in zip(slots, queries, strict=True)]
-    sent = cache.sent(torch.cat(joined) if joined else torch.empty(0, dtype=torch.int64))
-    return cache.token_rows(sent // size, sent % size).flatten()
+    """Of all tokens of all sequences, one after another: `[tokens * kv_heads]`. Only numbers of blocks are
+    sent; they are spread out on the device, without waiting for it."""
+    size, total = cache.block_size, sum(one.length for one in queries)
+    tables = [cache.blocks(one.block_ids, one.length) for one in queries]
+    first = [0, *accumulate(map(len, tables))]
+    blocks = sent(
+        torch.tensor([block for table in tables for block in table], dtype=torch.int64), cache.device
+    )
+    lengths, firsts, begins = sent(
+        torch.tensor(
+            [
+                [one.length for one in queries],
+                first[:-1],
+                [0, *accumulate(one.length for one in queries)][:-1],
+            ],
+            dtype=torch.int64,
+        ),
+        cache.device,
+    )
+    place = torch.arange(total, device=cache.device)
+    place -= torch.repeat_interleave(begins, lengths, output_size=total)
+    at = torch.repeat_interleave(firsts, lengths, output_size=total) + place // size
+    return cache.token_rows(blocks[at], place % size).flatten()
 
 
 def _gather(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,20 @@ class KVCache:
         rows: torch.Tensor = (blocks[:, None] * self.kv_heads + heads) * self.block_size + offsets[:, None]
         return rows
 
-    def sent(self, made: torch.Tensor) -> torch.Tensor:
-        """To the cache's device, without waiting for what that is computing."""
-        return made.to(self.device, non_blocking=True)
+    def like(self, num_blocks: int, dtype: torch.dtype) -> "KVCache":
+        """Another one of one layer."""
+        head_dim = self.layers[0][0].shape[-1]
+        return KVCache(
+            num_layers=1,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            kv_heads=self.kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=self.device,
+        )
+
+
+def sent(made: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for what that is computing: from pageable memory a GPU's driver may."""
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from epd_engine.attention.base import Attention, Queries
-from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.kv_cache import KVCache, sent
 from epd_engine.attention.sdpa import SdpaAttention
 
 ATTENTION_NAME = "epd_paged"
@@ -57,7 +57,7 @@ class PackedBatch:
         self.wanted: torch.Tensor | None = None
         self.finals = self.attention
         if len(wanted) < num_tokens:
-            self.wanted = cache.sent(torch.tensor([s.last for s in wanted], dtype=torch.int64))
+            self.wanted = sent(torch.tensor([s.last for s in wanted], dtype=torch.int64), cache.device)
             last = [Queries(at, 1, s.end, s.block_ids) for at, s in enumerate(wanted)]
             self.finals = kind(cache, last, len(wanted), num_tokens)
 
@@ -66,7 +66,7 @@ class PackedBatch:
         size = self.cache.block_size
         blocks = [span.block_ids[at // size] for span in spans for at in range(span.start, span.end)]
         offsets = [at % size for span in spans for at in range(span.start, span.end)]
-        return self.cache.sent(self.cache.token_rows(*torch.tensor([blocks, offsets])).flatten())
+        return sent(self.cache.token_rows(*torch.tensor([blocks, offsets])).flatten(), self.cache.device)
 
 
 def paged_attention(

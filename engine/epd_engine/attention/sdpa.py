@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from epd_engine.attention.base import Attention, Queries
-from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.kv_cache import KVCache, sent
 from epd_engine.machine.device import has_products
 
 _SHORTEST_OF_A_GROUP = 0.75  # of its longest: what a group reads in vain stays below a quarter
@@ -85,13 +85,13 @@ class SdpaAttention(Attention):
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))[:, None, None]
         places = None
         if len(group) < self._num_rows:
-            places = cache.sent(torch.tensor([one.begin for one in group]))
-        return _DecodeGroup(places, self._context_rows(table), cache.sent(mask))
+            places = sent(torch.tensor([one.begin for one in group]), cache.device)
+        return _DecodeGroup(places, self._context_rows(table), sent(mask, cache.device))
 
     def _context_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of one head's block, head by head, for tables `[..., blocks]`: `[..., kv_heads, blocks]`."""
         heads = torch.arange(self._cache.kv_heads)
-        return self._cache.sent(table.unsqueeze(-2) * self._cache.kv_heads + heads[:, None])
+        return sent(table.unsqueeze(-2) * self._cache.kv_heads + heads[:, None], self._cache.device)
 
     def _decode(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,6 +28,14 @@ def sdpa_segments(
         apart = scaled_dot_product_attention(q, k, v, scale=scaling)
         attended[begin:end] = apart.transpose(1, 2).flatten(0, 1)
     return attended
+
+
+def efficient_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The same by none of the FlashAttention kernels, which a package may have replaced by what refuses."""
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return sdpa_segments(query, key, value, begins, scaling)
 
 
 def flash_segments(

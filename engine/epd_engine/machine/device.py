@@ -11,7 +11,8 @@ class DeviceError(Exception):
 
 
 def find_device(name: str, dtype: torch.dtype) -> torch.device:
-    """Raises `DeviceError` for a device that is unknown or absent, or cannot compute in `dtype`.
+    """Makes a GPU this thread's current one. Raises `DeviceError` for a device that is unknown or absent, or
+    cannot compute in `dtype`.
 
     Every CPU computes in all three, if by detours (`has_products`).
     """
@@ -32,6 +33,9 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     if dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         gpu = torch.cuda.get_device_name(device)
         raise DeviceError(f"{gpu} does not compute in bfloat16: start with --dtype float16 or float32")
+    torch.cuda.set_device(
+        device
+    )  # kernels from Python packages run on the current one, whatever their tensors'
     return device
 
 

@@ -53,13 +53,18 @@ def serve(config: EngineConfig, host: str, port: int, drain_timeout: int, log_le
         ),
         drain,
     )
-    server.run()
+    status = 0
+    try:
+        server.run()
+    except SystemExit as refused:  # such as a port that is taken, which uvicorn has logged
+        status = refused.code if isinstance(refused.code, int) else 1
     if loop.is_loading:
-        log.info("told to end while loading")
+        log.info("ended while loading")
         logging.shutdown()
-        os._exit(0)  # the interpreter's own end would stop the thread in the middle of a library's code
-    if loop.failure is None:
-        return 0
+        os._exit(status)  # the interpreter's own end would stop the thread in the middle of a library's code
+    loop.join()  # it may have been loading a moment ago
+    if status or loop.failure is None:
+        return status
     if isinstance(loop.failure, CheckpointError | DeviceError | ECConfigError | KVConfigError):
         log.error("%s", loop.failure)
     else:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -140,4 +141,16 @@ def test_an_end_does_not_wait_for_weights(tmp_path: Path) -> None:
         assert server.wait() == 0
     finally:
         server.stop()
-    assert "told to end while loading" in server.log.read_text().splitlines()[-1]
+    assert "ended while loading" in server.log.read_text().splitlines()[-1]
+
+
+def test_a_port_that_is_taken_does_not_wait_for_weights(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [sys.executable, "-c", LOADS_FOR_EVER, str(port)]
+        server = Loading("loading", argv, port, tmp_path / "log").start()
+        try:
+            assert server.wait() == 3  # as uvicorn has it
+        finally:
+            server.stop()
+    assert "address already in use" in server.log.read_text()

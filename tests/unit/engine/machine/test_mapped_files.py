@@ -4,6 +4,7 @@ import mmap
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -42,3 +43,13 @@ def test_what_was_changed_in_memory_is_kept(tmp_path: Path) -> None:
 
 def test_a_file_that_nobody_maps(tmp_path: Path) -> None:
     assert forget_pages([tmp_path / "absent"]) == 0
+
+
+def test_where_the_kernel_does_not_say_what_is_mapped_nothing_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "memory_maps", refused)
+    assert forget_pages([tmp_path]) == 0
