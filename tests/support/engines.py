@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.digits import MODEL
-from tests.support.processes import BIN, Server, free_port
+from tests.support.processes import BIN, PRELOADED, Server, free_port
 
 MODEL_NAME = "digits-vl"
 
@@ -20,12 +20,13 @@ def engine(
     capacity: int = 8 << 20,
     model: Path = MODEL,
     extra: Sequence[str] = (),
+    is_whole_start: bool = False,
 ) -> Server:
     """An `epd-engine` in `role` (None: aggregated) on `store`, `memory` (a tmpfs of which it takes `capacity`
-    bytes) or both, not started."""
+    bytes) or both, not started. `is_whole_start`: by its command, imports and all."""
     port = free_port()
     argv = [
-        str(BIN / "epd-engine"),
+        str(BIN / "epd-engine") if is_whole_start else PRELOADED,
         "serve",
         str(model),
         "--port",

@@ -326,10 +326,10 @@ class SharedStorageKVConnector(KVConnectorBase):
             self._output.finished_recving.add(request_id)
 
     def _sweep(self) -> None:
-        """Removes what dead instances have left, once a minute."""
+        """Removes what dead instances have left, once a minute, or as often as that grows old."""
         if not self.config.is_producer or self.clock() < self._sweep_due:
             return
-        self._sweep_due = self.clock() + SWEEP_SECONDS
+        self._sweep_due = self.clock() + min(SWEEP_SECONDS, self._orphan_seconds)
         self._saver.run(lambda: sweep(self._root, self._orphan_seconds))
 
 

@@ -55,13 +55,13 @@ def refusal(server: Server) -> str:
 
 
 def test_kv_that_no_memory_holds_is_refused_with_the_sums(tmp_path: Path) -> None:
-    said = refusal(engine("greedy", tmp_path, extra=["--kv-cache-tokens", str(10**12)]))
+    said = refusal(engine("greedy", tmp_path, extra=["--kv-cache-tokens", str(10**12)], is_whole_start=True))
     assert "KV of 1000000000000 tokens" in said
     assert "lower --kv-cache-tokens" in said
 
 
 def test_a_containers_limit_counts_and_not_the_machines_memory(tmp_path: Path, group: Path) -> None:
-    server = engine("contained", tmp_path, extra=["--kv-cache-tokens", "1000000"])
+    server = engine("contained", tmp_path, extra=["--kv-cache-tokens", "1000000"], is_whole_start=True)
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     server.argv = ["/bin/sh", "-c", enter, "sh", *server.argv]
     free = re.search(r"and ([\d.]+) GiB is free", refusal(server))
