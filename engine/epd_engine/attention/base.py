@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epd_engine.attention.kv_cache import KVCache
+from epd_engine.attention.kv_cache import KV, KVCache
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,6 @@ class Attention(ABC):
         `num_new` tokens."""
 
     @abstractmethod
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cached: tuple[torch.Tensor, torch.Tensor],
-        scaling: float,
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, new: KV, cached: KV, scaling: float) -> torch.Tensor:
         """`query` `[num_rows, heads, head_dim]` to the same. `new` are keys and values of the step's tokens
         `[num_new, kv_heads, head_dim]`; `cached` are a layer's of the cache, where those lie already."""

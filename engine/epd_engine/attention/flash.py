@@ -5,7 +5,9 @@ The kernels that torch brings want each context in one piece, so that contexts a
 the packages `flash-attn-3` (Hopper) and `flash-attn-4` (Blackwell) read pages where they lie.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from epd_engine.attention.base import Attention, Queries
-from epd_engine.attention.kv_cache import KVCache, sent
+from epd_engine.attention.kv_cache import KV, KVCache, sent
 
 # Windows before and after, counted from the end of the context. One query a sequence needs none to be causal;
 # torch's own kernel then takes all queries of a KV head at once, and splits long contexts.
@@ -25,85 +27,81 @@ CAUSAL, FULL = (-1, 0), (-1, -1)
 PACKAGES = {9: "FA3", 10: "FA4"}  # by a GPU's major compute capability
 
 
-class FlashAttention(Attention):
-    """Contexts gathered into one row, or the new tokens themselves where they are all there is."""
+@dataclass(frozen=True)
+class _Where:
+    """Contexts in one row that begin at `begins`, or of `lengths` in the pages of `table`; all int32."""
+
+    begins: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+
+class _OneCall(Attention):
+    """Queries of all sequences in one row; `_context` says where their keys and values are."""
 
     def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
         self._begins = cumulative([one.count for one in queries], cache.device)
-        self._context_begins = cumulative([one.length for one in queries], cache.device)
         self._most = max((one.count for one in queries), default=0)
         self._longest = max((one.length for one in queries), default=0)
+
+    def __call__(self, query: torch.Tensor, new: KV, cached: KV, scaling: float) -> torch.Tensor:
+        if not len(query):
+            return torch.empty_like(query)
+        (keys, values), where = self._context(new, cached)
+        attended = varlen_attn(
+            query,
+            keys,
+            values,
+            self._begins,
+            where.begins,
+            self._most,
+            self._longest,
+            scale=scaling,
+            window_size=FULL if self._most == 1 else CAUSAL,
+            enable_gqa=query.shape[1] != keys.shape[-2],
+            seqused_k=where.lengths,
+            block_table=where.table,
+        )
+        assert isinstance(attended, torch.Tensor), "nothing else was asked for"
+        return attended
+
+    @abstractmethod
+    def _context(self, new: KV, cached: KV) -> tuple[KV, _Where]: ...
+
+
+class FlashAttention(_OneCall):
+    """Contexts gathered into one row, or the new tokens themselves where they are all there is."""
+
+    def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
+        super().__init__(cache, queries, num_rows, num_new)
+        self._where = _Where(begins=cumulative([one.length for one in queries], cache.device))
         self._rows: torch.Tensor | None = None
         if num_rows < num_new or any(one.has_context for one in queries):
             self._rows = _context_rows(cache, queries)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cached: tuple[torch.Tensor, torch.Tensor],
-        scaling: float,
-    ) -> torch.Tensor:
-        if not len(query):
-            return torch.empty_like(query)
-        keys, values = new if self._rows is None else (_gather(tensor, self._rows) for tensor in cached)
-        attended = varlen_attn(
-            query,
-            keys,
-            values,
-            self._begins,
-            self._context_begins,
-            self._most,
-            self._longest,
-            scale=scaling,
-            window_size=FULL if self._most == 1 else CAUSAL,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        assert isinstance(attended, torch.Tensor), "nothing else was asked for"
-        return attended
+    def _context(self, new: KV, cached: KV) -> tuple[KV, _Where]:
+        if self._rows is None:
+            return new, self._where
+        keys, values = cached
+        return (_gather(keys, self._rows), _gather(values, self._rows)), self._where
 
 
-class PagedFlashAttention(Attention):
+class PagedFlashAttention(_OneCall):
     """Pages read where they lie. `activate_package` comes first."""
 
     def __init__(self, cache: KVCache, queries: Sequence[Queries], num_rows: int, num_new: int):
-        self._begins = cumulative([one.count for one in queries], cache.device)
-        self._most = max((one.count for one in queries), default=0)
-        self._longest = max((one.length for one in queries), default=0)
+        super().__init__(cache, queries, num_rows, num_new)
         tables = [cache.blocks(one.block_ids, one.length) for one in queries]
         width = max(map(len, tables), default=0)
         padded = [[*own, *[own[-1]] * (width - len(own))] for own in tables]
-        self._table = sent(torch.tensor(padded, dtype=torch.int32), cache.device)
+        table = torch.tensor(padded, dtype=torch.int32)
         lengths = torch.tensor([one.length for one in queries], dtype=torch.int32)
-        self._lengths = sent(lengths, cache.device)
+        self._where = _Where(lengths=sent(lengths, cache.device), table=sent(table, cache.device))
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cached: tuple[torch.Tensor, torch.Tensor],
-        scaling: float,
-    ) -> torch.Tensor:
-        if not len(query):
-            return torch.empty_like(query)
+    def _context(self, new: KV, cached: KV) -> tuple[KV, _Where]:
+        keys, values = cached
         # The kernels' own order of a page, as views: [num_blocks, block_size, kv_heads, head_dim].
-        keys, values = (tensor.transpose(1, 2) for tensor in cached)
-        attended = varlen_attn(
-            query,
-            keys,
-            values,
-            self._begins,
-            None,
-            self._most,
-            self._longest,
-            scale=scaling,
-            window_size=FULL if self._most == 1 else CAUSAL,
-            enable_gqa=query.shape[1] != keys.shape[2],
-            seqused_k=self._lengths,
-            block_table=self._table,
-        )
-        assert isinstance(attended, torch.Tensor), "nothing else was asked for"
-        return attended
+        return (keys.transpose(1, 2), values.transpose(1, 2)), self._where
 
 
 def activate_package(device: torch.device) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
 
 class KVCache:
     """Keys and values of all layers: per layer two tensors `[num_blocks, kv_heads, block_size, head_dim]`.

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from epd_engine.attention.base import Attention, Queries
-from epd_engine.attention.kv_cache import KVCache, sent
+from epd_engine.attention.kv_cache import KV, KVCache, sent
 from epd_engine.machine.device import has_products
 
 _SHORTEST_OF_A_GROUP = 0.75  # of its longest: what a group reads in vain stays below a quarter
@@ -49,13 +49,7 @@ class SdpaAttention(Attention):
             for group in groups_of_like_length(lengths)
         ]
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cached: tuple[torch.Tensor, torch.Tensor],
-        scaling: float,
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, new: KV, cached: KV, scaling: float) -> torch.Tensor:
         if self._groups and self._groups[0].places is None:
             return self._decode(query, cached, self._groups[0], scaling)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -96,7 +90,7 @@ class SdpaAttention(Attention):
     def _decode(
         self,
         q: torch.Tensor,
-        cached: tuple[torch.Tensor, torch.Tensor],
+        cached: KV,
         group: _DecodeGroup,
         scaling: float,
     ) -> torch.Tensor:
@@ -117,8 +111,8 @@ class SdpaAttention(Attention):
 
 def _attend(
     query: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor],
-    cached: tuple[torch.Tensor, torch.Tensor],
+    new: KV,
+    cached: KV,
     part: _Prefill,
     scaling: float,
 ) -> torch.Tensor:

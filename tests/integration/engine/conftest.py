@@ -2,10 +2,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.digits import Reference
 from tests.support.engines import engine
 from tests.support.processes import Server, running
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For engines within the test's own process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-import torch
 
 from epd_engine.attention import choice
 from epd_engine.attention.base import Attention
@@ -18,6 +17,8 @@ from tests.support.conversations import Conversations
 from tests.support.digits import MODEL, Reference, assert_same_tokens
 from tests.support.flash_kernel import cpu_kernel
 from tests.support.in_process import InProcess
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 6
 
@@ -45,11 +46,3 @@ def test_tokens_equal_transformers(kind: type[Attention], chunk: int) -> None:
             for messages, answer in zip(chats, answers, strict=True):
                 assert_same_tokens(answer.ids, reference.follow(messages, answer.ids))
         assert engine.engine.stats.cached_prompt_tokens > 0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -1,10 +1,9 @@
 """Steps prepared beside the ones before them: a real model says the same as when each has its turn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from epd_engine.core.output import Chunk, RequestUpdate, SchedulerOutput
 from epd_engine.core.request import FinishReason
@@ -12,6 +11,8 @@ from epd_engine.core.scheduler import Scheduler
 from epd_engine.worker.model_runner import ModelRunner
 from tests.support.digits import MODEL, shipped, user
 from tests.support.in_process import InProcess
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALONE = {"max_model_len": 512, "kv_cache_tokens": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 SEVEN, THREE = shipped("seven"), shipped("three")
@@ -38,14 +39,6 @@ ARRIVALS = {0: [0, 1], 3: [2], 11: [3, 4], 12: [5], 25: [6, 7]}  # by step
 ABORTS = {30: 5, 31: 7}
 
 Told = list[list[RequestUpdate]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

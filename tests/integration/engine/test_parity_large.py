@@ -21,6 +21,8 @@ from tests.support.conversations import Conversations, Messages, described, nois
 from tests.support.digits import MODEL, Reference, assert_same_tokens, user
 from tests.support.in_process import Answered, InProcess, through
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 8
 ASKED: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
 CONTEXT = 384
@@ -54,14 +56,6 @@ class Known:
                 reason = str(error).split("\n")[0]
                 wrong.append(f"{answer.request.request_id}: {reason}\n{described(messages)}\n{said}")
         assert not wrong, f"{len(wrong)} of {len(answers)} chats differ:\n" + "\n".join(wrong)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["digits", "random"])
