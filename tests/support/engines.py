@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.digits import MODEL
-from tests.support.processes import BIN, PRELOADED, Server, free_port
+from tests.support.preloaded import PreloadedEngine
+from tests.support.processes import BIN, Server, free_port
 
 MODEL_NAME = "digits-vl"
 
@@ -26,7 +27,7 @@ def engine(
     bytes) or both, not started. `is_whole_start`: by its command, imports and all."""
     port = free_port()
     argv = [
-        str(BIN / "epd-engine") if is_whole_start else PRELOADED,
+        str(BIN / "epd-engine"),
         "serve",
         str(model),
         "--port",
@@ -36,7 +37,8 @@ def engine(
     ]
     if role is not None:
         argv += ["--ec-transfer-config", json.dumps({"ec_role": role, **_connector(store, memory, capacity)})]
-    return Server(name, [*argv, *extra], port, folder / f"{name}.log")
+    kind = Server if is_whole_start else PreloadedEngine
+    return kind(name, [*argv, *extra], port, folder / f"{name}.log")
 
 
 def _connector(store: Path | None, memory: Path | None, capacity: int) -> dict[str, object]:

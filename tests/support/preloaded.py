@@ -1,4 +1,4 @@
-"""Processes of our commands that are forked from one that has imported everything already.
+"""Engines that are forked from one that has imported everything already.
 
 An engine's imports take most of its start, and the suites start hundreds of engines. Each is a process of its
 own all the same, with its own signals, exit status, log and memory.
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+from tests.support.processes import Server
+
 # What an engine has imported when it is ready. Nothing of it may start a thread.
 MODULES = [
     "epd_engine.cli",
@@ -23,6 +25,13 @@ MODULES = [
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(MODULES)
+
+
+class PreloadedEngine(Server):
+    """An `epd-engine` whose command line runs in a fork."""
+
+    def spawn(self) -> "Forked":
+        return Forked(self.argv[1:], self.log, self.environment())
 
 
 class Forked:

@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from tests.support.preloaded import Forked
-
 START_SECONDS = 300.0  # a cold machine with one busy core
 BIN = Path(sys.executable).parent
-PRELOADED = "preloaded epd-engine"  # in place of a command's path
 
 
 def free_port() -> int:
@@ -34,15 +32,16 @@ class Server:
     def __init__(self, name: str, argv: Sequence[str], port: int, log: Path):
         self.name, self.argv, self.port, self.log = name, list(argv), port, log
         self.url = f"http://127.0.0.1:{port}"
-        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Server":
-        if self.argv[0] == PRELOADED:
-            self._process = Forked(self.argv[1:], self.log, self.environment())
-            return self
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(self.argv, stdout=log, stderr=log, env=self.environment())
+        self._process = self.spawn()
         return self
+
+    def spawn(self) -> Any:
+        """A `subprocess.Popen`, or what is used like one."""
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(self.argv, stdout=log, stderr=log, env=self.environment())
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

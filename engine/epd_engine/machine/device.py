@@ -33,9 +33,8 @@ def find_device(name: str, dtype: torch.dtype) -> torch.device:
     if dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         gpu = torch.cuda.get_device_name(device)
         raise DeviceError(f"{gpu} does not compute in bfloat16: start with --dtype float16 or float32")
-    torch.cuda.set_device(
-        device
-    )  # kernels from Python packages run on the current one, whatever their tensors'
+    # Kernels of Python packages run on the current one, wherever their tensors are.
+    torch.cuda.set_device(device)
     return device
 
 

@@ -20,12 +20,7 @@ def forget_pages(paths: Iterable[Path]) -> int:
     """
     try:
         return _forget({str(path.resolve()) for path in paths})
-    except (
-        psutil.Error,
-        OSError,
-        ValueError,
-        AttributeError,
-    ) as error:  # /proc as it is in all sorts of places
+    except (psutil.Error, OSError, ValueError, AttributeError) as error:  # /proc is not the same everywhere
         log.info("pages of files that are not needed any more stay in memory: %s", error)
         return 0
 

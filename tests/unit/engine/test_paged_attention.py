@@ -73,13 +73,8 @@ def run(kv: KVCache, parts: list[tuple[Sequence, int]], kind: type[Attention]) -
         got = out[0, span.begin : span.begin + count]
         torch.testing.assert_close(got, sequence.expected[span.start : span.end], atol=1e-5, rtol=1e-4)
     for wanted in (spans, spans[::2], []):
-        ask_last(
-            PackedBatch(kv, [replace(s, is_wanted=s in wanted) for s in spans], kind=kind),
-            parts,
-            spans,
-            wanted,
-            (q, k, v),
-        )
+        asked = [replace(span, is_wanted=span in wanted) for span in spans]
+        ask_last(PackedBatch(kv, asked, kind=kind), parts, spans, wanted, (q, k, v))
     for sequence, count in parts:
         sequence.done += count
 
